@@ -1,0 +1,189 @@
+"""The boundary between the server process and the engine process.
+
+One inherited socket pair carries length-prefixed msgpack messages both ways: four bytes, big-endian, then that many
+bytes of payload. End-of-file on either side is the notice that the other process is gone. Within one direction,
+messages arrive in the order in which they were sent; for one request the engine sends
+
+    Prefill*  Tokens*  (Finished | Failed)
+
+and nothing after it. An `Abort` for a request that is unknown or already over does nothing.
+"""
+
+import struct
+from typing import Literal
+
+import msgspec
+
+HEADER = struct.Struct(">I")
+MAX_MESSAGE_BYTES = 256 * 1024 * 1024
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """Base of everything that crosses the boundary."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True):
+    """How the next token is chosen from the target's logits; `temperature == 0` is greedy."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    """Keep the k most probable tokens; 0 keeps all."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+
+
+# server -> engine
+
+
+class Submit(Message, frozen=True):
+    request_id: str
+    prompt_token_ids: list[int]
+    max_tokens: int
+    sampling: SamplingParams = SamplingParams()
+    ignore_eos: bool = False
+
+
+class Abort(Message, frozen=True):
+    request_id: str
+
+
+class Ping(Message, frozen=True):
+    nonce: int
+
+
+class Shutdown(Message, frozen=True):
+    """End after the current step; running and queued requests finish with reason "abort"."""
+
+
+ToEngine = Submit | Abort | Ping | Shutdown
+
+
+# engine -> server
+
+
+class MemoryRow(msgspec.Struct, frozen=True):
+    """One line of the memory table: what lies in which tier."""
+
+    part: str
+    tier: Literal["device", "host", "disk"]
+    num_bytes: int
+    note: str = ""
+
+
+class Capabilities(msgspec.Struct, frozen=True):
+    """What the loaded model and engine can do; fixed for the life of the engine."""
+
+    model_path: str
+    """Local directory with the tokenizer and configuration."""
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    num_experts: int
+    num_slots: int
+    expert_bytes: int
+    draft_length: int
+    memory: list[MemoryRow]
+    device_memory_bytes: int
+    decisions: list[str]
+    """What start-up decided and why, one sentence each."""
+
+
+class CycleStats(msgspec.Struct, frozen=True):
+    """Raw counters of one cycle (or, summed, of one request); seconds are wall-clock time of the step loop."""
+
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """Drafted tokens that the target agreed with; the recovered or bonus token is not counted."""
+    draft_seconds: float = 0.0
+    plan_seconds: float = 0.0
+    transfer_wait_seconds: float = 0.0
+    """Part of the verify pass (or prefill) that was spent waiting for experts."""
+    verify_seconds: float = 0.0
+    """Time of the verify pass without `transfer_wait_seconds`."""
+    num_expert_hits: int = 0
+    num_expert_misses: int = 0
+    num_evictions: int = 0
+    num_prefetches_used: int = 0
+    num_prefetches_wasted: int = 0
+    num_demand_fetches: int = 0
+    prefetch_bytes: int = 0
+    demand_bytes: int = 0
+    transfer_seconds: float = 0.0
+
+    def __add__(self, other: "CycleStats") -> "CycleStats":
+        return CycleStats(*(getattr(self, name) + getattr(other, name) for name in self.__struct_fields__))
+
+    def __sub__(self, other: "CycleStats") -> "CycleStats":
+        return CycleStats(*(getattr(self, name) - getattr(other, name) for name in self.__struct_fields__))
+
+
+class Loading(Message, frozen=True):
+    """Progress of start-up; `total == 0` means that the end is not known."""
+
+    stage: str
+    done: int
+    total: int
+    unit: Literal["bytes", "items"] = "items"
+
+
+class Ready(Message, frozen=True):
+    capabilities: Capabilities
+
+
+class Prefill(Message, frozen=True):
+    request_id: str
+    done: int
+    total: int
+    cycle: CycleStats = CycleStats()
+
+
+class Tokens(Message, frozen=True):
+    """Newly decided tokens, in order; an end-of-sequence token that stopped the request is the last of them."""
+
+    request_id: str
+    token_ids: list[int]
+    cycle: CycleStats
+
+
+class Finished(Message, frozen=True):
+    request_id: str
+    reason: FinishReason
+
+
+class Failed(Message, frozen=True):
+    """`request_id is None`: start-up failed, or the engine cannot go on and is about to exit."""
+
+    request_id: str | None
+    kind: str
+    """Name of the class in `engine.errors`, or "InternalError"."""
+    message: str
+
+
+class Pong(Message, frozen=True):
+    nonce: int
+
+
+ToServer = Loading | Ready | Prefill | Tokens | Finished | Failed | Pong
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine = msgspec.msgpack.Decoder(ToEngine)
+_to_server = msgspec.msgpack.Decoder(ToServer)
+
+
+def encode(message: Message) -> bytes:
+    """The message with its length prefix, ready to be written."""
+    payload = _encoder.encode(message)
+    return HEADER.pack(len(payload)) + payload
+
+
+def decode_to_engine(payload: bytes) -> ToEngine:
+    """Raises `msgspec.DecodeError` where the payload is not a message for the engine."""
+    return _to_engine.decode(payload)
+
+
+def decode_to_server(payload: bytes) -> ToServer:
+    """Raises `msgspec.DecodeError` where the payload is not a message for the server."""
+    return _to_server.decode(payload)
