@@ -6,7 +6,9 @@ messages arrive in the order in which they were sent; for one request the engine
 
     Prefill*  Tokens*  (Finished | Failed)
 
-and nothing after it. An `Abort` for a request that is unknown or already over does nothing.
+and nothing after it. The engine process is started as `python -m engine.process FD TASK CONFIG`: the number of the
+inherited socket, "serve" or "prepare" (fetch or build the model, then end), and an `EngineConfig` as JSON. It first
+sends `Loading` any number of times, then `Ready` (or `Prepared`), or `Failed` without a request id. An `Abort` for a request that is unknown or already over does nothing.
 """
 
 import struct
@@ -133,6 +135,12 @@ class Ready(Message, frozen=True):
     capabilities: Capabilities
 
 
+class Prepared(Message, frozen=True):
+    """Answer to the task "prepare": the model is in the cache directory; the process is about to end."""
+
+    model_path: str
+
+
 class Prefill(Message, frozen=True):
     request_id: str
     done: int
@@ -166,7 +174,7 @@ class Pong(Message, frozen=True):
     nonce: int
 
 
-ToServer = Loading | Ready | Prefill | Tokens | Finished | Failed | Pong
+ToServer = Loading | Ready | Prepared | Prefill | Tokens | Finished | Failed | Pong
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)
