@@ -9,6 +9,7 @@ SpecterError
 +-- TransferError               an expert could not be moved to the device
 +-- RequestError                one request cannot be served; the engine goes on
 |   +-- ContextLengthError      the prompt does not fit the model's context
+|   +-- RequestFailedError      the engine failed while serving it: its fault, not the request's
 +-- EngineDiedError             the engine process ended
 
 Messages are one sentence for the user, with the value that is wrong and the remedy.
@@ -53,6 +54,10 @@ class ContextLengthError(RequestError):
             f"This model's maximum context length is {max_model_len} tokens. However, you requested "
             f"{num_prompt_tokens} tokens in the prompt. Please shorten it."
         )
+
+
+class RequestFailedError(RequestError):
+    pass
 
 
 class EngineDiedError(SpecterError):

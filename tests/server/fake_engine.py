@@ -1,0 +1,232 @@
+"""A scripted engine process without a model: `fake_engine.py [options] FD TASK CONFIG`.
+
+It speaks `engine.protocol`. `--startup` chooses how it starts; a request's seed chooses how it is answered (see
+SCRIPTS), and without a seed the prompt is echoed. Every message from the server is appended to `--log`, one JSON object
+a line.
+"""
+
+import argparse
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from engine.protocol import (
+    HEADER,
+    Abort,
+    Capabilities,
+    CycleStats,
+    Failed,
+    Finished,
+    FinishReason,
+    Loading,
+    MemoryRow,
+    Message,
+    Ping,
+    Pong,
+    Prefill,
+    Prepared,
+    Ready,
+    Shutdown,
+    Submit,
+    ToEngine,
+    Tokens,
+    decode_to_engine,
+    encode,
+)
+
+NUM_BYTES = 256
+EOS_TOKEN_ID = 257
+VOCAB_SIZE = 258
+MAX_MODEL_LEN = 2000
+TOKENS_PER_CYCLE = 3
+STEP_SECONDS = 0.005
+
+ECHO, ENDLESS, DIE, FAIL, SILENT, FAULT = None, 1, 2, 3, 4, 5
+"""Seeds that choose the script."""
+
+CYCLE = CycleStats(
+    num_draft_tokens=4,
+    num_accepted_tokens=2,
+    draft_seconds=0.001,
+    verify_seconds=0.002,
+    num_expert_hits=6,
+    num_expert_misses=2,
+    num_evictions=1,
+    num_prefetches_used=2,
+    num_prefetches_wasted=1,
+    num_demand_fetches=1,
+    prefetch_bytes=3000,
+    demand_bytes=1000,
+    transfer_seconds=0.001,
+)
+
+
+def answer(submit: Submit, token_ids: list[int], reason: FinishReason) -> Iterator[Message]:
+    num_prompt_tokens = len(submit.prompt_token_ids)
+    yield Prefill(submit.request_id, num_prompt_tokens, num_prompt_tokens)
+    for start in range(0, len(token_ids), TOKENS_PER_CYCLE):
+        yield Tokens(submit.request_id, token_ids[start : start + TOKENS_PER_CYCLE], CYCLE)
+    yield Finished(submit.request_id, reason)
+
+
+def echo(submit: Submit) -> Iterator[Message]:
+    token_ids = [token_id for token_id in submit.prompt_token_ids if token_id < NUM_BYTES] + [EOS_TOKEN_ID]
+    reason: FinishReason = "stop" if len(token_ids) <= submit.max_tokens else "length"
+    return answer(submit, token_ids[: submit.max_tokens], reason)
+
+
+def endless(submit: Submit) -> Iterator[Message]:
+    return answer(submit, [submit.prompt_token_ids[0]] * submit.max_tokens, "length")
+
+
+def die(submit: Submit) -> Iterator[Message]:
+    yield Tokens(submit.request_id, submit.prompt_token_ids[:1], CYCLE)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail(submit: Submit) -> Iterator[Message]:
+    yield Failed(submit.request_id, "RequestError", "The engine refuses this request.")
+
+
+def fault(submit: Submit) -> Iterator[Message]:
+    yield Failed(submit.request_id, "InternalError", "The engine has a fault.")
+
+
+def silent(submit: Submit) -> Iterator[Message]:
+    while True:
+        yield Loading("ignored by a server that is ready", 0, 0)
+
+
+SCRIPTS: dict[int | None, Callable[[Submit], Iterator[Message]]] = {
+    ECHO: echo,
+    ENDLESS: endless,
+    DIE: die,
+    FAIL: fail,
+    FAULT: fault,
+    SILENT: silent,
+}
+
+
+class FakeEngine:
+    def __init__(self, sock: socket.socket, log: Path | None) -> None:
+        self.sock = sock
+        self.log = log
+        self.running: dict[str, Iterator[Message]] = {}
+        self.shutting_down = False
+
+    def send(self, message: Message) -> None:
+        self.sock.sendall(encode(message))
+
+    def receive(self) -> ToEngine | None:
+        header = self.sock.recv(HEADER.size, socket.MSG_WAITALL)
+        if len(header) < HEADER.size:
+            return None
+        payload = self.sock.recv(HEADER.unpack(header)[0], socket.MSG_WAITALL)
+        message = decode_to_engine(payload)
+        if self.log:
+            with self.log.open("ab") as file:
+                file.write(msgspec.json.encode(message) + b"\n")
+        return message
+
+    def run(self) -> None:
+        while self.running or not self.shutting_down:
+            if select.select([self.sock], [], [], STEP_SECONDS if self.running else None)[0]:
+                message = self.receive()
+                if message is None:
+                    return
+                self.handle(message)
+            elif self.running:
+                self.step()
+
+    def handle(self, message: ToEngine) -> None:
+        match message:
+            case Submit():
+                self.running[message.request_id] = SCRIPTS[message.sampling.seed](message)
+            case Abort():
+                if self.running.pop(message.request_id, None):
+                    self.send(Finished(message.request_id, "abort"))
+            case Ping():
+                self.send(Pong(message.nonce))
+            case Shutdown():
+                self.shutting_down = True
+                for request_id in self.running:
+                    self.send(Finished(request_id, "abort"))
+                self.running.clear()
+
+    def step(self) -> None:
+        request_id, script = next(iter(self.running.items()))
+        message = next(script)
+        if isinstance(message, Finished | Failed):
+            del self.running[request_id]
+        self.send(message)
+
+
+def capabilities(model_path: str) -> Capabilities:
+    return Capabilities(
+        model_path=model_path,
+        max_model_len=MAX_MODEL_LEN,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=[EOS_TOKEN_ID],
+        num_experts=8,
+        num_slots=5,
+        expert_bytes=1000,
+        draft_length=4,
+        memory=[
+            MemoryRow("dense weights", "device", 1_000_000),
+            MemoryRow("expert slots", "device", 5_000, "5 of 16 experts"),
+            MemoryRow("experts", "disk", 16_000),
+        ],
+        device_memory_bytes=2_000_000,
+        decisions=["Drafting with qint4 experts: the test says so."],
+    )
+
+
+def start(engine: FakeEngine, options: argparse.Namespace) -> bool:
+    """Whether start-up succeeded."""
+    for done in range(1, 3):
+        engine.send(Loading("reading weights", done * 1000, 4000, "bytes"))
+    match options.startup:
+        case "fail":
+            engine.send(Failed(None, "InsufficientMemoryError", "The model needs 3 GB; pass --device-memory 3GB."))
+            return False
+        case "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "garbage":
+            engine.sock.sendall(HEADER.pack(3) + b"\xc1\xc1\xc1")
+        case "wait":
+            while not options.gate.exists():
+                time.sleep(STEP_SECONDS)
+        case "stubborn":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    engine.send(Prepared("/cache/demo") if options.task == "prepare" else Ready(capabilities(options.model_path)))
+    if options.startup == "stubborn":
+        while True:
+            time.sleep(60)
+    return options.task == "serve"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--startup", default="echo")
+    parser.add_argument("--gate", type=Path)
+    parser.add_argument("--log", type=Path)
+    parser.add_argument("--model-path", default="/nowhere")
+    parser.add_argument("fd", type=int)
+    parser.add_argument("task")
+    parser.add_argument("config")
+    options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with socket.socket(fileno=options.fd) as sock:
+        engine = FakeEngine(sock, options.log)
+        if start(engine, options):
+            engine.run()
+
+
+if __name__ == "__main__":
+    main()
