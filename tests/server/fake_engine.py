@@ -188,7 +188,7 @@ def capabilities(model_path: str) -> Capabilities:
 
 
 def start(engine: FakeEngine, options: argparse.Namespace) -> bool:
-    """Whether start-up succeeded."""
+    """Whether there is something to serve."""
     for done in range(1, 3):
         engine.send(Loading("reading weights", done * 1000, 4000, "bytes"))
     match options.startup:
@@ -204,11 +204,14 @@ def start(engine: FakeEngine, options: argparse.Namespace) -> bool:
                 time.sleep(STEP_SECONDS)
         case "stubborn":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    engine.send(Prepared("/cache/demo") if options.task == "prepare" else Ready(capabilities(options.model_path)))
+    if options.task == "prepare":
+        engine.send(Prepared("/cache/demo"))
+        return False
+    engine.send(Ready(capabilities(options.model_path)))
     if options.startup == "stubborn":
         while True:
             time.sleep(60)
-    return options.task == "serve"
+    return True
 
 
 def main() -> None:
