@@ -29,8 +29,8 @@ class EngineConfig(BaseModel):
     )
     device_memory: ByteSize | None = Field(
         None,
-        description="Budget for dense weights, draft, KV cache and expert slots; by default what is free on CUDA less a "
-        "margin, and on a CPU a size that leaves room for a quarter of the experts.",
+        description="Budget for dense weights, draft, KV cache and expert slots; by default what is free on CUDA less "
+        "a margin, and on a CPU a size that leaves room for a quarter of the experts.",
     )
     max_model_len: int | None = Field(
         None, ge=1, description="Longest prompt plus output, in tokens; by default the model's own maximum."

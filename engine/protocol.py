@@ -6,9 +6,11 @@ messages arrive in the order in which they were sent; for one request the engine
 
     Prefill*  Tokens*  (Finished | Failed)
 
-and nothing after it. The engine process is started as `python -m engine.process FD TASK CONFIG`: the number of the
-inherited socket, "serve" or "prepare" (fetch or build the model, then end), and an `EngineConfig` as JSON. It first
-sends `Loading` any number of times, then `Ready` (or `Prepared`), or `Failed` without a request id. An `Abort` for a request that is unknown or already over does nothing.
+and nothing after it. An `Abort` for a request that is unknown or already over does nothing.
+
+The engine process is started as `python -m engine.process FD TASK CONFIG`: the number of the inherited socket, "serve"
+or "prepare" (fetch or build the model, then end), and an `EngineConfig` as JSON. It first sends `Loading` any number of
+times, then `Ready` (or `Prepared`), or `Failed` without a request id.
 """
 
 import struct

@@ -1,0 +1,96 @@
+"""Quantizing expert weights with optimum-quanto, and the stacked form in which they are stored.
+
+quanto quantizes whole `nn.Linear` modules, but transformers keeps experts as fused 3-D parameters, which
+`quanto.quantize(model)` leaves as they are. So each expert's matrix goes through quanto's tensor API by itself.
+"""
+
+from typing import NamedTuple
+
+import torch
+from optimum.quanto import AbsmaxOptimizer, MaxOptimizer, qfloat8, qint2, qint4, qint8, quantize_weight
+from optimum.quanto.tensor import WeightQBitsTensor, WeightQBytesTensor
+
+from engine.config import DraftWeights
+from engine.errors import ConfigError
+
+QTYPES = {"qint2": qint2, "qint4": qint4, "qint8": qint8, "qfloat8": qfloat8}
+
+
+class QuantizationSpec(NamedTuple):
+    weights: DraftWeights
+    group_size: int
+    """Weights of a row that share a scale; the 8-bit types have one scale per row whatever this says."""
+
+    @property
+    def bits(self) -> int:
+        return int(QTYPES[self.weights].bits)
+
+    @property
+    def is_grouped(self) -> bool:
+        return self.bits < 8
+
+    def __str__(self) -> str:
+        return f"{self.weights}-g{self.group_size}" if self.is_grouped else self.weights
+
+
+class QuantizedStack(NamedTuple):
+    """The matrices of one layer's experts, `[E, out, in]`, in quanto's terms: `weight = scale * data - shift`."""
+
+    data: torch.Tensor
+    """qint4, qint2: uint8 [E, out * in * bits / 8], packed as quanto packs them; 8-bit types: [E, out, in]."""
+    scale: torch.Tensor
+    """[E, out, in / group_size, 1], or [E, out, 1]."""
+    shift: torch.Tensor
+    """As `scale`; empty for the symmetric 8-bit types."""
+
+
+def quantize(matrices: torch.Tensor, spec: QuantizationSpec) -> QuantizedStack:
+    """Quantize [E, out, in] matrix by matrix. Raises `ConfigError` where the group size does not divide a row."""
+    num_columns = matrices.shape[-1]
+    if spec.is_grouped and num_columns % spec.group_size:
+        fitting = [size for size in (128, 64, 32, 16) if num_columns % size == 0]
+        raise ConfigError(
+            f"draft_group_size {spec.group_size} does not divide the experts' rows of {num_columns} weights; "
+            f"choose one that does{f', such as {fitting[0]}' if fitting else ''}."
+        )
+    parts = [_quantize_grouped(m, spec) if spec.is_grouped else _quantize_rows(m, spec) for m in matrices]
+    return QuantizedStack(*(torch.stack(tensors) for tensors in zip(*parts, strict=True)))
+
+
+def dequantize(stack: QuantizedStack, expert: int, spec: QuantizationSpec, shape: torch.Size) -> torch.Tensor:
+    """One expert's matrix [out, in] = `shape`, as quanto itself dequantizes it."""
+    data, scale = stack.data[expert], stack.scale[expert]
+    qtype = QTYPES[spec.weights]
+    strides = (shape[1], 1)
+    if not spec.is_grouped:
+        weight = WeightQBytesTensor(qtype, 0, shape, strides, data, scale, None)
+    else:
+        packed = unpack(data, spec, shape).view(-1, spec.group_size)
+        weight = WeightQBitsTensor(
+            qtype, 0, spec.group_size, shape, strides, packed, scale.view(-1, 1), stack.shift[expert].view(-1, 1)
+        )
+    dequantized: torch.Tensor = weight.dequantize()
+    return dequantized
+
+
+def unpack(data: torch.Tensor, spec: QuantizationSpec, shape: torch.Size) -> torch.Tensor:
+    """The unsigned integers, uint8 [out, in] = `shape`, of one packed matrix of qint4 or qint2."""
+    integers: torch.Tensor = torch.ops.quanto.unpack(data.view(-1, spec.group_size), spec.bits)
+    return integers.view(shape)
+
+
+def _quantize_grouped(matrix: torch.Tensor, spec: QuantizationSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    qtype = QTYPES[spec.weights]
+    scale, shift = MaxOptimizer()(matrix, qtype, 0, spec.group_size)
+    weight = quantize_weight(
+        matrix, qtype=qtype, axis=0, scale=scale, shift=shift, group_size=spec.group_size, optimized=False
+    )
+    grouped = (matrix.shape[0], matrix.shape[1] // spec.group_size, 1)
+    return weight._data._data.flatten(), scale.view(grouped), shift.view(grouped)
+
+
+def _quantize_rows(matrix: torch.Tensor, spec: QuantizationSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    qtype = QTYPES[spec.weights]
+    scale = AbsmaxOptimizer()(matrix, qtype, 0)
+    weight = quantize_weight(matrix, qtype=qtype, axis=0, scale=scale, optimized=False)
+    return weight._data, scale, scale.new_empty(0)

@@ -1,0 +1,153 @@
+"""From a configuration to a model on the device: everything but the slots."""
+
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from transformers import GenerationConfig, PreTrainedConfig
+
+from engine.config import DEMO_MODEL, EngineConfig
+from engine.demo import build_demo
+from engine.device import Device
+from engine.errors import ConfigError
+from engine.experts.codec import IdentityCodec
+from engine.experts.layout import ExpertLayout, LayerLayout
+from engine.kernels.quantization import QuantizationSpec, QuantizedStack
+from engine.kernels.quantized_linear import DequantizingLinear, QuantizedLinear, quantized_linear
+from engine.model.causal_lm import CausalLM
+from engine.model.checkpoint import build_model, checkpoint_dtype, read_config
+from engine.model.kv_cache import KvCache
+from engine.model.probe import ModelProbe, probe_model
+from engine.model.resolve import resolve_model
+from engine.packing import Pack, ensure_draft, ensure_pack
+from engine.protocol import Loading
+from engine.speculative.draft import QuantizedExperts, QuantizedLayer
+
+OnProgress = Callable[[Loading], None]
+
+
+class LoadedModel(NamedTuple):
+    path: Path
+    pack: Pack
+    dtype: torch.dtype
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    model: CausalLM
+    draft: QuantizedExperts | None
+    codec: IdentityCodec
+    probe: ModelProbe
+    decisions: list[str]
+
+
+def prepare_model(config: EngineConfig, on_progress: OnProgress) -> Path:
+    """The model's directory; the demo is built and a hub id downloaded if need be. Raises `ModelNotFoundError`."""
+    cache = config.cache.expanduser()
+    if config.model == DEMO_MODEL:
+        return build_demo(cache, on_progress)
+    return resolve_model(config.model, cache, on_progress)
+
+
+def load_model(config: EngineConfig, device: Device, on_progress: OnProgress) -> LoadedModel:
+    """Pack the model if it is not packed yet, and load dense weights and draft. Raises `SpecterError`."""
+    path = prepare_model(config, on_progress)
+    hf_config = read_config(path)
+    KvCache(hf_config)  # refuses a model that cannot be served before any long work
+    max_model_len = _context_length(config, hf_config)
+    pack = ensure_pack(path, config.cache.expanduser(), on_progress)
+    dtype, decision = _compute_dtype(config, hf_config, device)
+    decisions = [f"Computing on {device.describe()} in {decision}."]
+
+    draft = None
+    if config.draft and config.draft_length:
+        spec = QuantizationSpec(config.draft_weights, config.draft_group_size)
+        draft = _load_draft(ensure_draft(pack, spec, on_progress), pack.layout, spec, device, on_progress)
+    on_progress(Loading("loading dense weights", 0, 0))
+    model = build_model(path, pack.dense_file, dtype, device.torch_device)
+    decisions.append(_describe_draft(config, draft, model, pack.layout))
+    return LoadedModel(
+        path=path,
+        pack=pack,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        vocab_size=hf_config.get_text_config().vocab_size,
+        eos_token_ids=_eos_token_ids(path, hf_config),
+        model=model,
+        draft=draft,
+        codec=IdentityCodec(pack.layout, dtype, device.torch_device),
+        probe=probe_model(model),
+        decisions=decisions,
+    )
+
+
+def _context_length(config: EngineConfig, hf_config: PreTrainedConfig) -> int:
+    longest = int(hf_config.get_text_config().max_position_embeddings)
+    if config.max_model_len is None:
+        return longest
+    if config.max_model_len > longest:
+        raise ConfigError(f"max_model_len is {config.max_model_len}, but the model's maximum is {longest}; lower it.")
+    return config.max_model_len
+
+
+def _compute_dtype(config: EngineConfig, hf_config: PreTrainedConfig, device: Device) -> tuple[torch.dtype, str]:
+    if config.dtype != "auto":
+        dtype = getattr(torch, config.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype, f"{config.dtype}, as set"
+    if device.kind == "cpu":
+        return torch.float32, "float32, which is faster and more exact on a CPU than the checkpoint's type"
+    dtype = checkpoint_dtype(hf_config)
+    return dtype, f"{str(dtype).removeprefix('torch.')}, the checkpoint's type"
+
+
+def _eos_token_ids(path: Path, hf_config: PreTrainedConfig) -> frozenset[int]:
+    try:
+        ids = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # the file is optional
+        ids = None
+    if ids is None:
+        ids = hf_config.get_text_config().eos_token_id
+    return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
+
+
+def _load_draft(
+    file: Path, layout: ExpertLayout, spec: QuantizationSpec, device: Device, on_progress: OnProgress
+) -> QuantizedExperts:
+    tensors = load_file(file)
+    layers = []
+    for index, layer in enumerate(layout.layers):
+        on_progress(Loading("loading draft experts", index, len(layout.layers)))
+        projections: dict[str, QuantizedLinear] = {}
+        biases = {}
+        for tensor in layer.tensors:
+            key = f"{index}.{tensor.name}"
+            if tensor.name.endswith("_bias"):
+                biases[tensor.name] = tensors.pop(key).to(device.torch_device)
+                continue
+            stack = QuantizedStack(*(tensors.pop(f"{key}.{part}") for part in QuantizedStack._fields))
+            shape = torch.Size(reversed(tensor.shape) if layer.is_transposed else tensor.shape)
+            projections[tensor.name] = quantized_linear(stack, spec, shape, device.torch_device)
+        layers.append(QuantizedLayer(projections, biases))
+    on_progress(Loading("loading draft experts", len(layout.layers), len(layout.layers)))
+    return QuantizedExperts(layers)
+
+
+def _describe_draft(config: EngineConfig, draft: QuantizedExperts | None, model: CausalLM, layout: ExpertLayout) -> str:
+    if draft is None:
+        return "No draft: every token is decoded by itself."
+    num_quantized = sum(layer.num_experts * _num_matrix_weights(layer) for layer in layout.layers)
+    share = num_quantized / (num_quantized + model.num_parameters)
+    spec = QuantizationSpec(config.draft_weights, config.draft_group_size)
+    sentence = (
+        f"Drafting {config.draft_length} tokens per cycle with {spec} experts: {share:.1%} of all parameters quantized"
+    )
+    linears = [linear for layer in draft.layers for linear in layer.projections.values()]
+    slow = any(isinstance(linear, DequantizingLinear) for linear in linears)
+    return f"{sentence}; no fast kernel here, so weights are dequantized on each use." if slow else f"{sentence}."
+
+
+def _num_matrix_weights(layer: LayerLayout) -> int:
+    return sum(prod(tensor.shape) for tensor in layer.tensors if not tensor.name.endswith("_bias"))

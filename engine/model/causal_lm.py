@@ -1,0 +1,52 @@
+"""transformers' model without its experts: everything that exists once and in full precision."""
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from engine.model.dispatch import ExpertsDispatch, ExpertsImplementation, ExpertsModule
+from engine.model.kv_cache import KvCache
+
+
+class CausalLM:
+    """Runs the model for one sequence, with the implementation of the experts that the caller brings."""
+
+    def __init__(self, model: PreTrainedModel, experts_modules: Sequence[ExpertsModule]) -> None:
+        self._model = model
+        self._device = next(parameter.device for parameter in model.parameters() if not parameter.is_meta)
+        self._dispatch = ExpertsDispatch(experts_modules)
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        return self._model.config
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of the dense weights; tied ones count once."""
+        tensors = [*self._model.parameters(), *self._model.buffers()]
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors if not tensor.is_meta}.values())
+
+    @property
+    def num_parameters(self) -> int:
+        """Dense parameters; tied ones count once."""
+        return sum(parameter.numel() for parameter in self._model.parameters() if not parameter.is_meta)
+
+    def new_cache(self) -> KvCache:
+        return KvCache(self.config)
+
+    @torch.inference_mode()
+    def forward(
+        self, token_ids: list[int], cache: KvCache, experts: ExpertsImplementation, num_logits: int = 1
+    ) -> torch.Tensor:
+        """Append the tokens to the cache; logits float32 [num_logits, V] after the last `num_logits` of them."""
+        inputs = torch.tensor([token_ids], device=self._device)
+        with self._dispatch.using(experts):
+            output = self._model(
+                input_ids=inputs,
+                cache=cache.transformers_cache,
+                use_cache=True,
+                logits_to_keep=num_logits,
+            )
+        logits: torch.Tensor = output.logits[0]
+        return logits.float()

@@ -1,0 +1,102 @@
+"""Between a checkpoint in Hugging Face format and its parts: dense weights here, experts there."""
+
+from pathlib import Path
+from typing import cast
+
+import torch
+from accelerate import init_empty_weights
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from engine.errors import ModelNotFoundError, UnsupportedModelError
+from engine.model.causal_lm import CausalLM
+from engine.model.dispatch import EXPERTS_IMPLEMENTATION, ExpertsModule
+
+EXPERT_PARAMETERS = ("gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bias", "down_proj", "down_proj_bias")
+
+
+def read_config(model_path: Path) -> PreTrainedConfig:
+    """The model's configuration. Raises `ModelNotFoundError` where there is none that transformers knows."""
+    try:
+        return AutoConfig.from_pretrained(model_path)
+    except (OSError, ValueError, KeyError) as error:
+        summary = str(error).strip().splitlines()[0]
+        raise ModelNotFoundError(
+            f"{model_path} has no configuration that transformers can read ({summary})."
+        ) from error
+
+
+def checkpoint_dtype(config: PreTrainedConfig) -> torch.dtype:
+    """The type of most of the checkpoint's weights."""
+    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+
+
+def load_whole(model_path: Path) -> PreTrainedModel:
+    """The model as transformers loads it, in the checkpoint's own types, in host memory."""
+    return AutoModelForCausalLM.from_pretrained(model_path, dtype="auto").eval()
+
+
+def experts_modules(model: PreTrainedModel) -> list[tuple[str, ExpertsModule]]:
+    """The experts modules by name, in order. Raises `UnsupportedModelError` where none goes through the dispatch."""
+    found = [
+        (name, cast(ExpertsModule, module))
+        for name, module in model.named_modules()
+        if hasattr(module, "is_transposed") and hasattr(module, "has_post_expert_norm")
+    ]
+    if not found:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no experts that go through transformers' experts dispatch; "
+            "choose a mixture-of-experts model, or a newer transformers that dispatches this one."
+        )
+    return found
+
+
+def expert_parameters(module: ExpertsModule) -> dict[str, torch.Tensor]:
+    """The fused weights of a layer's experts by name, [E, ...] each."""
+    found = {name: getattr(module, name, None) for name in EXPERT_PARAMETERS}
+    return {name: parameter for name, parameter in found.items() if isinstance(parameter, nn.Parameter)}
+
+
+def dense_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The state dict without the experts' fused weights; tied weights appear once."""
+    fused = {f"{name}.{key}" for name, module in experts_modules(model) for key in expert_parameters(module)}
+    seen: set[int] = set()
+    dense = {}
+    for name, tensor in model.state_dict().items():
+        if name not in fused and tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            dense[name] = tensor
+    return dense
+
+
+def build_model(model_path: Path, dense_file: Path, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    """The model with its dense weights on the device; the experts' fused weights stay unallocated (meta).
+
+    Weights of the checkpoint's main type are converted to `dtype`; those that transformers keeps in another one stay.
+    """
+    config = read_config(model_path)
+    main_dtype = checkpoint_dtype(config)
+    # Parameters on meta, buffers real: what is computed rather than stored (rotary frequencies) must not be lost.
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation=EXPERTS_IMPLEMENTATION)
+    weights = {
+        name: tensor.to(device, dtype if tensor.dtype == main_dtype else tensor.dtype)
+        for name, tensor in load_file(dense_file).items()
+    }
+    model.load_state_dict(weights, strict=False, assign=True)
+    model.tie_weights()
+    _require_all_loaded(model)
+    for _, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+    return CausalLM(model.eval(), [module for _, module in experts_modules(model)])
+
+
+def _require_all_loaded(model: PreTrainedModel) -> None:
+    fused = {id(parameter) for _, module in experts_modules(model) for parameter in expert_parameters(module).values()}
+    missing = [name for name, weight in model.named_parameters() if weight.is_meta and id(weight) not in fused]
+    if missing:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} needs weights that the checkpoint lacks: {', '.join(missing[:5])}."
+        )

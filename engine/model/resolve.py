@@ -1,0 +1,35 @@
+"""From what the user calls a model to a directory that holds it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from engine.errors import ModelNotFoundError
+from engine.protocol import Loading
+
+PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model"]
+
+
+def resolve_model(name: str, cache: Path, on_progress: Callable[[Loading], None]) -> Path:
+    """A local directory as it is; anything else is a hub id, which is downloaded into the cache directory.
+
+    Raises `ModelNotFoundError`.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelNotFoundError(
+            f"Model '{name}' is a file; give the directory that holds config.json and the weights."
+        )
+    on_progress(Loading(f"downloading {name}", 0, 0))
+    try:
+        return Path(snapshot_download(name, cache_dir=cache / "hub", allow_patterns=PATTERNS))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        summary = str(error).strip().splitlines()[0]
+        raise ModelNotFoundError(
+            f"Model '{name}' is not a directory here, and the hub could not give it ({summary}); "
+            "check the path or the id, or use 'demo'."
+        ) from error

@@ -1,0 +1,40 @@
+"""From logits to a token: pure functions, with the generator as an argument."""
+
+import torch
+
+from engine.protocol import SamplingParams
+
+
+def is_greedy(params: SamplingParams) -> bool:
+    return params.temperature == 0.0
+
+
+def target_distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Probabilities float32 [..., V] of the next token: temperature, then top-k, top-p and min-p.
+
+    `params` must not be greedy. At least one token always remains.
+    """
+    probs = torch.softmax(logits.float() / params.temperature, dim=-1)
+    if 0 < params.top_k < probs.shape[-1]:
+        smallest = probs.topk(params.top_k, dim=-1).values[..., -1:]
+        probs = _keep(probs, probs >= smallest)
+    if params.top_p < 1.0:
+        ordered, order = probs.sort(dim=-1, descending=True)
+        # A token stays if those before it do not reach top_p by themselves; so the first always does.
+        before = ordered.cumsum(dim=-1) - ordered
+        keep = torch.zeros_like(probs, dtype=torch.bool).scatter(-1, order, before < params.top_p)
+        keep |= probs == ordered[..., :1]
+        probs = _keep(probs, keep)
+    if params.min_p > 0.0:
+        probs = _keep(probs, probs >= params.min_p * probs.max(dim=-1, keepdim=True).values)
+    return probs
+
+
+def draw(probs: torch.Tensor, generator: torch.Generator) -> int:
+    """A token from the (unnormalised) probabilities [V], on the generator's device."""
+    return int(torch.multinomial(probs.to(generator.device), 1, generator=generator))
+
+
+def _keep(probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    kept = probs.masked_fill(~mask, 0.0)
+    return kept / kept.sum(dim=-1, keepdim=True)
