@@ -78,6 +78,11 @@ class ExpertTransfers:
         with self._changed:
             return self._counters.snapshot(self._cache)
 
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` where an invariant of the slots is broken."""
+        with self._changed:
+            self._cache.check_integrity()
+
     # The transfer side.
 
     def start(self, num_threads: int) -> None:

@@ -1,0 +1,21 @@
+from pathlib import Path
+
+import pytest
+
+from tests.engine.tiny import mixtral_config, qwen3_moe_config, save_checkpoint
+
+
+@pytest.fixture(scope="session")
+def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache directory with the packs of all tiny checkpoints."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(mixtral_config(), tmp_path_factory.mktemp("checkpoints") / "tiny-mixtral")
+
+
+@pytest.fixture(scope="session")
+def qwen3_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(qwen3_moe_config(), tmp_path_factory.mktemp("checkpoints") / "tiny-qwen3-moe")
