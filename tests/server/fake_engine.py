@@ -1,11 +1,12 @@
 """A scripted engine process without a model: `fake_engine.py [options] FD TASK CONFIG`.
 
 It speaks `engine.protocol`. `--startup` chooses how it starts; a request's seed chooses how it is answered (see
-SCRIPTS), and without a seed the prompt is echoed. Every message from the server is appended to `--log`, one JSON object
-a line.
+SCRIPTS), and without a seed the prompt is echoed. Its start and every message from the server are appended to
+`--log`, one JSON object a line.
 """
 
 import argparse
+import json
 import os
 import select
 import signal
@@ -45,7 +46,7 @@ EOS_TOKEN_ID = 257
 VOCAB_SIZE = 258
 MAX_MODEL_LEN = 2000
 TOKENS_PER_CYCLE = 3
-STEP_SECONDS = 0.005
+STEP_SECONDS = 0.001
 
 ECHO, ENDLESS, DIE, FAIL, SILENT, FAULT = None, 1, 2, 3, 4, 5
 """Seeds that choose the script."""
@@ -82,11 +83,12 @@ def echo(submit: Submit) -> Iterator[Message]:
 
 
 def endless(submit: Submit) -> Iterator[Message]:
-    return answer(submit, [submit.prompt_token_ids[0]] * submit.max_tokens, "length")
+    token_id = next(token_id for token_id in submit.prompt_token_ids if token_id < NUM_BYTES)
+    return answer(submit, [token_id] * submit.max_tokens, "length")
 
 
 def die(submit: Submit) -> Iterator[Message]:
-    yield Tokens(submit.request_id, submit.prompt_token_ids[:1], CYCLE)
+    yield Tokens(submit.request_id, submit.prompt_token_ids[1:2], CYCLE)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -129,10 +131,13 @@ class FakeEngine:
             return None
         payload = self.sock.recv(HEADER.unpack(header)[0], socket.MSG_WAITALL)
         message = decode_to_engine(payload)
+        self.record(message)
+        return message
+
+    def record(self, entry: object) -> None:
         if self.log:
             with self.log.open("ab") as file:
-                file.write(msgspec.json.encode(message) + b"\n")
-        return message
+                file.write(msgspec.json.encode(entry) + b"\n")
 
     def run(self) -> None:
         while self.running or not self.shutting_down:
@@ -202,6 +207,9 @@ def start(engine: FakeEngine, options: argparse.Namespace) -> bool:
         case "wait":
             while not options.gate.exists():
                 time.sleep(STEP_SECONDS)
+        case "deaf":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signal.pause()
         case "stubborn":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if options.task == "prepare":
@@ -209,8 +217,7 @@ def start(engine: FakeEngine, options: argparse.Namespace) -> bool:
         return False
     engine.send(Ready(capabilities(options.model_path)))
     if options.startup == "stubborn":
-        while True:
-            time.sleep(60)
+        signal.pause()
     return True
 
 
@@ -227,6 +234,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=options.fd) as sock:
         engine = FakeEngine(sock, options.log)
+        engine.record({"type": "Started", "pid": os.getpid(), "config": json.loads(options.config)})
         if start(engine, options):
             engine.run()
 

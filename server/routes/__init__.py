@@ -1,0 +1,1 @@
+"""HTTP endpoints, a module per resource."""

@@ -1,0 +1,1 @@
+"""Bodies of requests and responses, as OpenAI's API has them."""

@@ -1,0 +1,111 @@
+"""The command `specter`: what it says and returns when something is wrong, and `specter demo`."""
+
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from server import __version__
+from server.__main__ import main
+from tests.server.harness import EngineLog
+
+ENGINE = (sys.executable, "-m", "tests.server.fake_engine")
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        yield sock.getsockname()[1]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return tmp_path / "specter.yaml"
+
+
+def fails(capsys: pytest.CaptureFixture[str], code: int, *arguments: str, engine: tuple[str, ...] = ENGINE) -> str:
+    """What is said on stderr: one sentence and no traceback."""
+    assert main(arguments, engine) == code
+    captured = capsys.readouterr()
+    *_, last = captured.err.strip().splitlines()
+    assert last.startswith("specter: error: ")
+    assert "Traceback" not in captured.err
+    return last
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve", "--device-memroy", "1GB"], "Unknown option --device-memroy. Did you mean --device-memory?"),
+        (["serve", "--device_memory=1GB"], "Did you mean --device-memory?"),
+        (["serve", "a", "b"], "Unknown argument b."),
+        (["demo", "--port", "1"], "Unknown option --port. See 'specter demo --help'."),
+        (["sevre"], "invalid choice: 'sevre'"),
+        ([], "Name a command: serve or demo."),
+        (["serve", "--port"], "--port: expected one argument"),
+        (["serve", "--port", "http"], "--port is 'http'"),
+        (["serve", "--port", "65536"], "less than or equal to 65535"),
+        (["serve", "--device-memory", "lots"], "write a size such as 900MB"),
+        (["serve", "--device", "tpu"], "'auto', 'cuda' or 'cpu'"),
+        (["serve", "--config", "/nowhere.yaml"], "/nowhere.yaml cannot be read: No such file or directory"),
+        (["serve", "--host", "nowhere.invalid"], "The host 'nowhere.invalid' is unknown"),
+        (["serve", "--host", "192.0.2.1", "--port", "0"], "cannot be listened on"),
+    ],
+)
+def test_wrong_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+    assert words in fails(capsys, 2, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("prot: 80", "unknown setting 'prot'. Did you mean port?"),
+        ("colour: red", "unknown setting 'colour'. Known: model, cache,"),
+        ("port: [80]", "port in "),
+        ("- port", "must hold lines such as"),
+        ("port: [", "is not YAML"),
+    ],
+)
+def test_wrong_configuration_file(capsys: pytest.CaptureFixture[str], config: Path, content: str, words: str) -> None:
+    config.write_text(content)
+    assert words in fails(capsys, 2, "serve", "--config", str(config))
+
+
+def test_wrong_environment(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECTER_DRAFT_LENGTH", "-1")
+    assert "SPECTER_DRAFT_LENGTH is '-1'" in fails(capsys, 2, "serve")
+
+
+def test_port_in_use_is_said_before_the_engine_starts(
+    capsys: pytest.CaptureFixture[str], taken_port: int, tmp_path: Path
+) -> None:
+    log = tmp_path / "engine.log"
+    words = fails(capsys, 2, "serve", "--port", str(taken_port), engine=(*ENGINE, "--log", str(log)))
+    assert f"Port {taken_port} on 127.0.0.1 is in use; pass another one as --port" in words
+    assert not log.exists()
+
+
+@pytest.mark.parametrize(("startup", "words"), [("fail", "pass --device-memory 3GB"), ("die", "signal SIGKILL")])
+@pytest.mark.parametrize("command", [("serve", "--port", "0"), ("demo",)])
+def test_engine_does_not_start(
+    capsys: pytest.CaptureFixture[str], command: tuple[str, ...], startup: str, words: str
+) -> None:
+    assert words in fails(capsys, 1, *command, engine=(*ENGINE, "--startup", startup))
+
+
+def test_demo_prints_the_path(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    log = EngineLog(tmp_path / "engine.log")
+    assert main(["demo", "--cache", str(tmp_path)], (*ENGINE, "--log", str(log.path))) == 0
+    assert capsys.readouterr().out == "/cache/demo\n"
+    (started,) = log.messages("Started")
+    assert (started["config"]["model"], started["config"]["cache"]) == ("demo", str(tmp_path))
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, words in [(["--version"], __version__), (["serve", "--help"], "--no-draft")]:
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 0
+        assert words in capsys.readouterr().out
