@@ -1,6 +1,5 @@
 """Every failure as the API shows it: `{"error": {"message", "type", "param", "code"}}`. Tracebacks stay in the log."""
 
-import logging
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
@@ -13,7 +12,7 @@ from starlette.exceptions import HTTPException
 from engine.errors import ContextLengthError, EngineDiedError, RequestError, RequestFailedError
 from server.admission import QueueFullError
 
-log = logging.getLogger(__name__)
+INTERNAL_ERROR = "internal_error"
 
 
 class ApiError(Exception):
@@ -50,7 +49,7 @@ class ApiError(Exception):
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """What a client is told about the error."""
+    """What a client is told about the error; logging one that nobody expected is the caller's."""
     match error:
         case ApiError():
             return error
@@ -68,8 +67,7 @@ def to_api_error(error: Exception) -> ApiError:
             return ApiError(error.status_code, error.detail)
         case RequestValidationError():
             return _validation_error(error.errors())
-    log.error("unexpected error", exc_info=error)
-    return ApiError(500, "The server has made an error; its log says more.", code="internal_error")
+    return ApiError(500, "The server has made an error; its log says more.", code=INTERNAL_ERROR)
 
 
 def shutting_down() -> ApiError:

@@ -18,7 +18,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         if refusal := self._state.refusal():
-            self._state.metrics.rejected[refusal.code or "error"].inc()
+            self._state.metrics.rejected[str(refusal.code)].inc()
             await error_response(refusal)(scope, receive, send)
             return
         with self._state.in_flight():

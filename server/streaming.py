@@ -1,6 +1,7 @@
 """Server-sent events: one JSON chunk per event, an error as an event, and `[DONE]` last."""
 
 import json
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -8,8 +9,10 @@ from pydantic import BaseModel
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.types import Receive, Scope, Send
 
-from server.errors import to_api_error
+from server.errors import INTERNAL_ERROR, to_api_error
 from server.generation import Generation
+
+log = logging.getLogger(__name__)
 
 KEEPALIVE_SECONDS = 5.0
 SEPARATOR = "\n"
@@ -39,7 +42,10 @@ async def _events(chunks: AsyncGenerator[BaseModel, None], exclude: set[str] | N
                 # ASCII: clients may take U+2028 and its like for the end of a line.
                 yield chunk.model_dump_json(exclude=exclude, ensure_ascii=True)
     except Exception as error:
-        yield json.dumps(to_api_error(error).body())
+        api_error = to_api_error(error)
+        if api_error.code == INTERNAL_ERROR:
+            log.exception("a stream ended with an error")
+        yield json.dumps(api_error.body())
     yield "[DONE]"
 
 

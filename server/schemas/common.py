@@ -8,6 +8,7 @@ from engine.protocol import SamplingParams
 from server.sampling import override
 
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
+MAX_TOP_K = 2**31 - 1
 
 
 def only(*accepted: Any) -> AfterValidator:
@@ -45,7 +46,7 @@ class GenerationRequest(BaseModel):
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
+    top_k: int | None = Field(None, ge=-1, le=MAX_TOP_K)
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=MIN_SEED, le=MAX_SEED)
     ignore_eos: bool | None = None

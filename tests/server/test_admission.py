@@ -30,7 +30,8 @@ async def test_queue_is_bounded(queue_length: int) -> None:
     with pytest.raises(QueueFullError):
         admission.enter()
     tickets[-1].leave()
-    assert admission.enter()
+    admission.enter()
+    assert admission.num_waiting == queue_length
 
 
 async def test_leaving_the_queue_is_idempotent_and_keeps_the_order() -> None:

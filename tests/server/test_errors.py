@@ -57,6 +57,7 @@ def test_unsupported_field_of_completions(client: httpx.Client, field: str, valu
         ("temperature", "hot"),
         ("top_p", 0),
         ("top_k", -2),
+        ("top_k", 2**70),
         ("min_p", 2),
         ("max_tokens", 0),
         ("max_completion_tokens", "many"),
