@@ -1,20 +1,21 @@
 """Tiny random checkpoints, and what transformers itself says about them."""
 
+from functools import cache
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedConfig, PreTrainedModel, Qwen3MoeConfig
 
 VOCAB_SIZE = 96
 EOS_TOKEN_ID = 2
 
 
-def mixtral_config() -> MixtralConfig:
+def mixtral_config(*, num_layers: int = 3, vocab_size: int = VOCAB_SIZE) -> MixtralConfig:
     return MixtralConfig(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=3,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         num_local_experts=6,
@@ -63,10 +64,15 @@ def save_checkpoint(config: PreTrainedConfig, path: Path, *, seed: int = 0, dtyp
     return path
 
 
+@cache
+def reference_model(path: Path) -> PreTrainedModel:
+    """The checkpoint as transformers loads it, in float32."""
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
 def reference_tokens(path: Path, prompt: list[int], max_tokens: int, *, ignore_eos: bool = False) -> list[int]:
     """What transformers' own greedy `generate` continues the prompt with, in float32."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    output = model.generate(
+    output = reference_model(path).generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
         max_new_tokens=max_tokens,
