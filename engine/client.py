@@ -183,7 +183,9 @@ class EngineClient:
             self._process.kill()
 
     async def _close(self, grace_seconds: float) -> None:
-        self._send(Shutdown())
+        if self.error is None:
+            # An engine that has said that it cannot go on is ending already.
+            self._send(Shutdown())
         if not await self._ends_within(grace_seconds):
             with suppress(ProcessLookupError):
                 self._process.terminate()

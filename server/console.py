@@ -91,7 +91,7 @@ def print_capabilities(capabilities: Capabilities, console: Console) -> None:
         table.add_row("total", tier, size(num_bytes), note)
     console.print(table)
     for decision in capabilities.decisions:
-        console.print(f"- {decision}", markup=False, highlight=False)
+        console.print(Text(f"- {decision}"), soft_wrap=True)
 
 
 def print_ready(base_url: str, model_name: str, console: Console) -> None:

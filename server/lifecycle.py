@@ -26,7 +26,7 @@ from server.listener import base_url
 from server.sampling import default_sampling
 from server.settings import Settings
 from server.signals import StopSignals, stop_signals
-from server.state import Phase, ServerState
+from server.state import ServerState
 from server.waiting import unless, within
 
 ENGINE_GRACE_SECONDS = 5.0
@@ -47,8 +47,7 @@ async def serve(settings: Settings, listener: socket.socket, engine_command: Seq
             try:
                 return await _run(engine, state, settings, signals, base_url(settings.host, listener))
             finally:
-                # While it loads it does not listen, and has nothing to finish.
-                await engine.close(0 if state.phase is Phase.LOADING else ENGINE_GRACE_SECONDS)
+                await engine.close(ENGINE_GRACE_SECONDS)
                 await within(LAST_RESPONSES_SECONDS, state.idle())
 
 

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from engine.client import EngineClient
 from engine.config import EngineConfig
 from server.console import LoadProgress
+from server.waiting import within
 
 GRACE_SECONDS = 5.0
-"""For the engine process to end by itself once it is done."""
+"""For the engine process to end by itself, once it is done or told to."""
 
 
 async def prepare(config: EngineConfig, engine_command: Sequence[str] | None = None) -> str:
@@ -16,7 +17,7 @@ async def prepare(config: EngineConfig, engine_command: Sequence[str] | None = N
     try:
         with LoadProgress() as show:
             model_path = await engine.wait_prepared(show)
-        await engine.close(GRACE_SECONDS)
+        await within(GRACE_SECONDS, engine.died.wait())
         return model_path
     finally:
-        await engine.close(0)
+        await engine.close(GRACE_SECONDS)

@@ -11,7 +11,6 @@ import os
 import select
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -206,7 +205,8 @@ def start(engine: FakeEngine, options: argparse.Namespace) -> bool:
             engine.sock.sendall(HEADER.pack(3) + b"\xc1\xc1\xc1")
         case "wait":
             while not options.gate.exists():
-                time.sleep(STEP_SECONDS)
+                if select.select([engine.sock], [], [], STEP_SECONDS)[0]:
+                    return False
         case "deaf":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             signal.pause()
