@@ -1,8 +1,12 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.engine.tiny import mixtral_config, qwen3_moe_config, save_checkpoint
+
+# Tiny products gain nothing from threads, and threads that wait for each other lose much on a busy machine.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -94,11 +94,16 @@ def test_parity_for_many_prompts(checkpoint: Path, loaded: Load) -> None:
     assert_parity(checkpoint, model, config, 6, prompts(*range(1, 25)))
 
 
-def test_parity_of_a_bfloat16_checkpoint_computed_in_float32(tmp_path: Path, model_cache: Path) -> None:
-    checkpoint = save_checkpoint(mixtral_config(), tmp_path / "bfloat16", dtype=torch.bfloat16)
+def test_parity_of_a_bfloat16_checkpoint_with_tied_embeddings(tmp_path: Path, model_cache: Path) -> None:
+    checkpoint = save_checkpoint(mixtral_config(is_tied=True), tmp_path / "bfloat16", dtype=torch.bfloat16)
     model, config = load(checkpoint, model_cache)
     assert model.pack.layout.layers[0].tensors[0].torch_dtype is torch.bfloat16
     assert_parity(checkpoint, model, config, 3, prompts(1, 7))
+
+
+def test_the_references_are_diverse(checkpoint: Path) -> None:
+    """Parity with a model that repeats one token would prove little."""
+    assert len({token for prompt in prompts(7, 7, 7, 7) for token in expected(checkpoint, prompt)}) > 15
 
 
 def test_the_better_the_draft_the_more_is_accepted(qwen3_moe: Path, loaded: Load) -> None:

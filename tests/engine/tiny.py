@@ -10,7 +10,7 @@ VOCAB_SIZE = 96
 EOS_TOKEN_ID = 2
 
 
-def mixtral_config(*, num_layers: int = 3, vocab_size: int = VOCAB_SIZE) -> MixtralConfig:
+def mixtral_config(*, num_layers: int = 3, vocab_size: int = VOCAB_SIZE, is_tied: bool = False) -> MixtralConfig:
     return MixtralConfig(
         vocab_size=vocab_size,
         hidden_size=64,
@@ -21,7 +21,7 @@ def mixtral_config(*, num_layers: int = 3, vocab_size: int = VOCAB_SIZE) -> Mixt
         num_local_experts=6,
         num_experts_per_tok=2,
         max_position_embeddings=256,
-        tie_word_embeddings=True,
+        tie_word_embeddings=is_tied,
         bos_token_id=1,
         eos_token_id=EOS_TOKEN_ID,
         pad_token_id=0,
