@@ -23,11 +23,6 @@ Start = Callable[..., AbstractAsyncContextManager[EngineClient]]
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 def log(tmp_path: Path) -> Path:
     return tmp_path / "engine.log"
 

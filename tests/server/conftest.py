@@ -20,11 +20,6 @@ CHAT_TEMPLATE = """\
 {% endif -%}"""
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer with a token per byte, so that every character beyond ASCII lies in several tokens."""
