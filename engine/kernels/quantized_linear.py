@@ -58,14 +58,17 @@ class Int4Linear:
 class Int8Linear:
     """torch's CPU kernel for 8-bit weights with one scale per row, which computes in bfloat16."""
 
+    COLUMN_MULTIPLE = 16
+    """The kernel loads so many weights at once, and reads beyond the row where that does not divide it."""
+
     def __init__(self, stack: QuantizedStack) -> None:
         self._data = stack.data
         self._scale = stack.scale.squeeze(-1).to(torch.bfloat16)
         self.num_bytes = self._data.nbytes + self._scale.nbytes
 
     @classmethod
-    def supports(cls, spec: QuantizationSpec, device: torch.device) -> bool:
-        return device.type == "cpu" and spec.weights == "qint8"
+    def supports(cls, spec: QuantizationSpec, shape: torch.Size, device: torch.device) -> bool:
+        return device.type == "cpu" and spec.weights == "qint8" and shape[1] % cls.COLUMN_MULTIPLE == 0
 
     def __call__(self, expert: int, inputs: torch.Tensor) -> torch.Tensor:
         outputs: torch.Tensor = torch.ops.aten._weight_int8pack_mm(
@@ -95,6 +98,6 @@ def quantized_linear(
     if Int4Linear.supports(spec, shape, device):
         return Int4Linear(stack, spec, shape)
     stack = QuantizedStack(*(tensor.to(device) for tensor in stack))
-    if Int8Linear.supports(spec, device):
+    if Int8Linear.supports(spec, shape, device):
         return Int8Linear(stack)
     return DequantizingLinear(stack, spec, shape)
