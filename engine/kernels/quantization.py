@@ -92,5 +92,6 @@ def _quantize_grouped(matrix: torch.Tensor, spec: QuantizationSpec) -> tuple[tor
 def _quantize_rows(matrix: torch.Tensor, spec: QuantizationSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     qtype = QTYPES[spec.weights]
     scale = AbsmaxOptimizer()(matrix, qtype, 0)
+    scale = torch.where(scale == 0, 1, scale)  # a row of zeros: 0 / 0 would make it NaN in qfloat8
     weight = quantize_weight(matrix, qtype=qtype, axis=0, scale=scale, optimized=False)
     return weight._data, scale, scale.new_empty(0)
