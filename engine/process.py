@@ -146,6 +146,9 @@ def main() -> int:
             logger.exception("the engine cannot go on")
             connection.send(Failed(None, "InternalError", f"{type(error).__name__}: {error}"))
             return 1
+        finally:
+            # From here on there is nothing to clean up, so whoever still asks for the end gets it as it is.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
     return 0
 
 
