@@ -1,7 +1,8 @@
 """A device whose work is done only when somebody says so, to prove the rules of `engine.device` without a GPU.
 
-Like CUDA it has two queues. Copies really happen when the copy queue gets to them; until then a slot holds what it held
-before. Compute is done by torch at once, but its events stay open, so the slots that it read count as in use until then.
+Like CUDA it has two queues. Copies really happen when the copy queue gets to them; until then a slot holds what it
+held before. Compute is done by torch at once, but its events stay open, so the slots that it read count as in use until
+then.
 Whoever waits for an event drives the device until the event is done, in an order that a seed chooses.
 """
 

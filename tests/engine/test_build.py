@@ -83,9 +83,11 @@ def test_what_cannot_be_built_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(error, match=message) as refusal:
-        with open_engine(config_of(**{"model": mixtral, "cache": model_cache, **settings}), ignore_progress):
-            pass
+    with (
+        pytest.raises(error, match=message) as refusal,
+        open_engine(config_of(**{"model": mixtral, "cache": model_cache, **settings}), ignore_progress),
+    ):
+        pass
     assert "\n" not in str(refusal.value)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("transfer")]
 
@@ -96,17 +98,13 @@ def test_a_budget_beyond_what_is_free_is_refused(
     monkeypatch.setattr("engine.device.CpuDevice.free_bytes", lambda device: 0)
     config = config_of(mixtral, model_cache, device_memory="1GB")
     with (
-        pytest.raises(InsufficientMemoryError, match="device_memory is 1000 MB, but only .* MB is free"),
+        pytest.raises(InsufficientMemoryError, match=r"device_memory is 1000 MB, but only .* MB is free"),
         open_engine(config, ignore_progress),
     ):
         pass
 
 
 def test_nothing_is_left_when_the_engine_closes(mixtral: Path, model_cache: Path) -> None:
-    with (
-        pytest.raises(RuntimeError, match="from inside"),
-        open_engine(config_of(mixtral, model_cache), ignore_progress),
-    ):
+    with open_engine(config_of(mixtral, model_cache), ignore_progress):
         assert [thread for thread in threading.enumerate() if thread.name.startswith("transfer")]
-        raise RuntimeError("from inside")
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("transfer")]

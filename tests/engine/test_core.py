@@ -1,4 +1,4 @@
-"""The step loop: requests in order, aborts, failures, counters; and that what the draft routed is what is prefetched."""
+"""The step loop: requests in order, aborts, failures, counters; and that the draft's routes are what is prefetched."""
 
 from collections import Counter
 from collections.abc import Iterator

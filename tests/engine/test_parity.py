@@ -69,9 +69,7 @@ def test_parity_for_any_draft_precision(checkpoint: Path, loaded: Load, weights:
     assert_parity(checkpoint, model, config, 3, prompts(1, 7))
 
 
-def test_parity_with_a_draft_of_other_weights(
-    mixtral: Path, loaded: Load, model_cache: Path, tmp_path: Path
-) -> None:
+def test_parity_with_a_draft_of_other_weights(mixtral: Path, loaded: Load, model_cache: Path, tmp_path: Path) -> None:
     stranger = save_checkpoint(mixtral_config(), tmp_path / "stranger", seed=1)
     model, config = loaded(mixtral, "qint4")
     model = model._replace(draft=load(stranger, model_cache)[0].draft)
@@ -111,6 +109,8 @@ def test_the_better_the_draft_the_more_is_accepted(qwen3_moe: Path, loaded: Load
     for weights in ("qint8", "qint4", "qint2"):
         model, config = loaded(qwen3_moe, weights)
         with running_core(model, config, 24) as running:
-            stats = [running.generate(list(prompt), NUM_NEW_TOKENS, ignore_eos=True).stats for prompt in prompts(7, 7, 7)]
+            stats = [
+                running.generate(list(prompt), NUM_NEW_TOKENS, ignore_eos=True).stats for prompt in prompts(7, 7, 7)
+            ]
         rates[weights] = sum(s.num_accepted_tokens for s in stats) / sum(s.num_draft_tokens for s in stats)
     assert rates["qint8"] > rates["qint4"] > rates["qint2"]

@@ -98,7 +98,7 @@ def test_an_engine_that_is_killed_fails_its_requests(config: EngineConfig) -> No
         async with aclosing(client.generate(submit)) as events:
             await anext(events)
             os.kill(client.pid, signal.SIGKILL)
-            with pytest.raises(EngineDiedError, match="SIGKILL|signal 9"):
+            with pytest.raises(EngineDiedError, match=r"SIGKILL|signal 9"):
                 async for _ in events:
                     pass
         await client.died.wait()

@@ -1,4 +1,4 @@
-"""No slot is read before its transfer is done, none is overwritten while in use, and planned transfers overlap compute."""
+"""No slot is read before its transfer is done or overwritten while in use, and transfers overlap compute."""
 
 from pathlib import Path
 
