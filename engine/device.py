@@ -12,8 +12,8 @@ its own queue: work is done when the call returns, and waiting blocks the callin
 
 import logging
 import mmap
-import os
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
@@ -22,6 +22,8 @@ from engine.config import DeviceName
 from engine.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+MEMINFO = Path("/proc/meminfo")
 
 
 class Event(Protocol):
@@ -102,7 +104,9 @@ class CpuDevice(Device):
         return DONE
 
     def free_bytes(self) -> int:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        # Not the free pages (SC_AVPHYS_PAGES): those leave out the page cache, which the kernel gives back on demand.
+        fields = dict(line.split(":") for line in MEMINFO.read_text().splitlines())
+        return int(fields["MemAvailable"].removesuffix("kB")) * 1024
 
     def describe(self) -> str:
         return f"CPU ({torch.get_num_threads()} threads)"
