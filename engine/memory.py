@@ -57,10 +57,7 @@ def plan_memory(
     if num_slots < 1:
         raise InsufficientMemoryError(_too_small(needs, expert_bytes, budget_bytes))
     if needs.total + num_slots * expert_bytes > free_bytes:
-        raise InsufficientMemoryError(
-            f"device_memory is {_mb(budget_bytes)}, but only {_mb(free_bytes)} is free; "
-            f"set --device-memory to what can be had, at least {_mb(needs.total + expert_bytes)}."
-        )
+        raise InsufficientMemoryError(_not_free(needs, expert_bytes, budget_bytes, free_bytes))
     return MemoryPlan(budget_bytes, num_slots, reason)
 
 
@@ -85,6 +82,17 @@ def _too_small(needs: MemoryNeeds, expert_bytes: int, budget_bytes: int) -> str:
         f"({parts}, one expert slot {_mb(expert_bytes)}); raise --device-memory, lower --max-model-len, "
         "or give up the draft with --no-draft."
     )
+
+
+def _not_free(needs: MemoryNeeds, expert_bytes: int, budget_bytes: int, free_bytes: int) -> str:
+    least_bytes = needs.total + expert_bytes
+    free = f"{free_bytes // 10**6} MB"
+    if least_bytes > free_bytes:
+        return (
+            f"This model needs at least {_mb(least_bytes)} of device memory, but only {free} is free; free some, "
+            "lower --max-model-len, or give up the draft with --no-draft."
+        )
+    return f"device_memory is {_mb(budget_bytes)}, but only {free} is free; set --device-memory to no more than that."
 
 
 def _mb(num_bytes: int) -> str:
