@@ -14,7 +14,11 @@ def target_distribution(logits: torch.Tensor, params: SamplingParams) -> torch.T
 
     `params` must not be greedy. At least one token always remains.
     """
-    probs = torch.softmax(logits.float() / params.temperature, dim=-1)
+    logits = logits.float()
+    # Shifted so that the largest is 0: divided by any temperature that float32 can hold, it then stays 0.
+    shifted = logits - logits.max(dim=-1, keepdim=True).values
+    limits = torch.finfo(torch.float32)
+    probs = torch.softmax(shifted / min(max(params.temperature, limits.tiny), limits.max), dim=-1)
     if 0 < params.top_k < probs.shape[-1]:
         smallest = probs.topk(params.top_k, dim=-1).values[..., -1:]
         probs = _keep(probs, probs >= smallest)
