@@ -62,3 +62,9 @@ class RequestFailedError(RequestError):
 
 class EngineDiedError(SpecterError):
     pass
+
+
+def first_line(error: Exception) -> str:
+    """What a library says, cut to the line that fits into a message of ours."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

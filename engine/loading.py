@@ -18,7 +18,7 @@ from engine.experts.layout import ExpertLayout, LayerLayout
 from engine.kernels.quantization import QuantizationSpec, QuantizedStack
 from engine.kernels.quantized_linear import DequantizingLinear, QuantizedLinear, quantized_linear
 from engine.model.causal_lm import CausalLM
-from engine.model.checkpoint import build_model, checkpoint_dtype, read_config
+from engine.model.checkpoint import build_model, read_config
 from engine.model.kv_cache import KvCache
 from engine.model.probe import ModelProbe, probe_model
 from engine.model.resolve import resolve_model
@@ -58,7 +58,7 @@ def load_model(config: EngineConfig, device: Device, on_progress: OnProgress) ->
     KvCache(hf_config)  # refuses a model that cannot be served before any long work
     max_model_len = _context_length(config, hf_config)
     pack = ensure_pack(path, config.cache.expanduser(), on_progress)
-    dtype, decision = _compute_dtype(config, hf_config, device)
+    dtype, decision = _compute_dtype(config, pack.layout, device)
     decisions = [f"Computing on {device.describe()} in {decision}."]
 
     draft = None
@@ -92,14 +92,14 @@ def _context_length(config: EngineConfig, hf_config: PreTrainedConfig) -> int:
     return config.max_model_len
 
 
-def _compute_dtype(config: EngineConfig, hf_config: PreTrainedConfig, device: Device) -> tuple[torch.dtype, str]:
+def _compute_dtype(config: EngineConfig, layout: ExpertLayout, device: Device) -> tuple[torch.dtype, str]:
     if config.dtype != "auto":
         dtype = getattr(torch, config.dtype)
         assert isinstance(dtype, torch.dtype)
         return dtype, f"{config.dtype}, as set"
     if device.kind == "cpu":
         return torch.float32, "float32, which is faster and more exact on a CPU than the checkpoint's type"
-    dtype = checkpoint_dtype(hf_config)
+    dtype = layout.layers[0].tensors[0].torch_dtype
     return dtype, f"{str(dtype).removeprefix('torch.')}, the checkpoint's type"
 
 

@@ -1,15 +1,18 @@
 """Between a checkpoint in Hugging Face format and its parts: dense weights here, experts there."""
 
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import cast
 
 import torch
 from accelerate import init_empty_weights
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from engine.errors import ModelNotFoundError, UnsupportedModelError
+from engine.errors import ModelNotFoundError, UnsupportedModelError, first_line
 from engine.model.causal_lm import CausalLM
 from engine.model.dispatch import EXPERTS_IMPLEMENTATION, ExpertsModule
 
@@ -21,20 +24,38 @@ def read_config(model_path: Path) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(model_path)
     except (OSError, ValueError, KeyError) as error:
-        summary = str(error).strip().splitlines()[0]
         raise ModelNotFoundError(
-            f"{model_path} has no configuration that transformers can read ({summary})."
+            f"{model_path} has no configuration that transformers can read ({first_line(error)})."
         ) from error
 
 
-def checkpoint_dtype(config: PreTrainedConfig) -> torch.dtype:
-    """The type of most of the checkpoint's weights."""
-    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-
-
 def load_whole(model_path: Path) -> PreTrainedModel:
-    """The model as transformers loads it, in the checkpoint's own types, in host memory."""
-    return AutoModelForCausalLM.from_pretrained(model_path, dtype="auto").eval()
+    """The model as transformers loads it, in the checkpoint's own types, in host memory.
+
+    Raises `ModelNotFoundError` where weights cannot be read, and `UnsupportedModelError` where some are missing, which
+    transformers would make up at random.
+    """
+    try:
+        model, info = cast(
+            tuple[PreTrainedModel, dict[str, set[str]]],
+            AutoModelForCausalLM.from_pretrained(model_path, dtype="auto", output_loading_info=True),
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ModelNotFoundError(
+            f"{model_path} has no weights that transformers can load ({first_line(error)})."
+        ) from error
+    if info["missing_keys"]:
+        raise _missing_weights(model, sorted(info["missing_keys"]))
+    model.eval()
+    return model
+
+
+def main_dtype(weights: Iterable[torch.Tensor]) -> torch.dtype:
+    """The type of most of the weights."""
+    num_weights: Counter[torch.dtype] = Counter()
+    for weight in weights:
+        num_weights[weight.dtype] += weight.numel()
+    return num_weights.most_common(1)[0][0]
 
 
 def experts_modules(model: PreTrainedModel) -> list[tuple[str, ExpertsModule]]:
@@ -76,13 +97,13 @@ def build_model(model_path: Path, dense_file: Path, dtype: torch.dtype, device: 
     Weights of the checkpoint's main type are converted to `dtype`; those that transformers keeps in another one stay.
     """
     config = read_config(model_path)
-    main_dtype = checkpoint_dtype(config)
     # Parameters on meta, buffers real: what is computed rather than stored (rotary frequencies) must not be lost.
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation=EXPERTS_IMPLEMENTATION)
+    stored = load_file(dense_file)
+    converted = main_dtype(stored.values())
     weights = {
-        name: tensor.to(device, dtype if tensor.dtype == main_dtype else tensor.dtype)
-        for name, tensor in load_file(dense_file).items()
+        name: tensor.to(device, dtype if tensor.dtype == converted else tensor.dtype) for name, tensor in stored.items()
     }
     model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
@@ -97,6 +118,11 @@ def _require_all_loaded(model: PreTrainedModel) -> None:
     fused = {id(parameter) for _, module in experts_modules(model) for parameter in expert_parameters(module).values()}
     missing = [name for name, weight in model.named_parameters() if weight.is_meta and id(weight) not in fused]
     if missing:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} needs weights that the checkpoint lacks: {', '.join(missing[:5])}."
-        )
+        raise _missing_weights(model, missing)
+
+
+def _missing_weights(model: PreTrainedModel, names: list[str]) -> UnsupportedModelError:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return UnsupportedModelError(
+        f"{type(model).__name__} needs weights that the checkpoint lacks: {', '.join(names[:5])}{more}."
+    )

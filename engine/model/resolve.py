@@ -4,9 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from engine.errors import ModelNotFoundError
+from engine.errors import ModelNotFoundError, first_line
 from engine.protocol import Loading
 
 PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model"]
@@ -27,9 +26,8 @@ def resolve_model(name: str, cache: Path, on_progress: Callable[[Loading], None]
     on_progress(Loading(f"downloading {name}", 0, 0))
     try:
         return Path(snapshot_download(name, cache_dir=cache / "hub", allow_patterns=PATTERNS))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        summary = str(error).strip().splitlines()[0]
+    except Exception as error:  # its own errors, those of its HTTP client, and of the disk
         raise ModelNotFoundError(
-            f"Model '{name}' is not a directory here, and the hub could not give it ({summary}); "
+            f"Model '{name}' is not a directory here, and the hub could not give it ({first_line(error)}); "
             "check the path or the id, or use 'demo'."
         ) from error
