@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import msgspec
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from engine.device import empty_pages
@@ -163,5 +164,7 @@ def _records_file(directory: Path) -> Path:
 def _disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
+    except ConnectionError:
+        raise  # the server is gone, which reporting progress found out
+    except (OSError, SafetensorError) as error:
         raise PackError(f"{path} could not be written ({error}); free some space or choose another --cache.") from error
