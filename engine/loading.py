@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors.torch import load_file
 from transformers import GenerationConfig, PreTrainedConfig
 
 from engine.config import DEMO_MODEL, EngineConfig
@@ -18,7 +17,7 @@ from engine.experts.layout import ExpertLayout, LayerLayout
 from engine.kernels.quantization import QuantizationSpec, QuantizedStack
 from engine.kernels.quantized_linear import DequantizingLinear, QuantizedLinear, quantized_linear
 from engine.model.causal_lm import CausalLM
-from engine.model.checkpoint import build_model, read_config
+from engine.model.checkpoint import build_model, load_tensors, read_config
 from engine.model.kv_cache import KvCache
 from engine.model.probe import ModelProbe, probe_model
 from engine.model.resolve import resolve_model
@@ -116,7 +115,7 @@ def _eos_token_ids(path: Path, hf_config: PreTrainedConfig) -> frozenset[int]:
 def _load_draft(
     file: Path, layout: ExpertLayout, spec: QuantizationSpec, device: Device, on_progress: OnProgress
 ) -> QuantizedExperts:
-    tensors = load_file(file)
+    tensors = load_tensors(file)
     layers = []
     for index, layer in enumerate(layout.layers):
         on_progress(Loading("loading draft experts", index, len(layout.layers)))

@@ -150,7 +150,7 @@ def _fingerprint(model_path: Path) -> dict[str, tuple[int, int]]:
 def _read_manifest(directory: Path) -> Manifest | None:
     try:
         return msgspec.json.decode((directory / "manifest.json").read_bytes(), type=Manifest)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except msgspec.DecodeError as error:
         raise PackError(f"{directory} has a damaged manifest ({error}); delete that directory to pack anew.") from error

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from engine.errors import ModelNotFoundError, UnsupportedModelError, first_line
+from engine.errors import ModelNotFoundError, PackError, UnsupportedModelError, first_line
 from engine.model.causal_lm import CausalLM
 from engine.model.dispatch import EXPERTS_IMPLEMENTATION, ExpertsModule
 
@@ -48,6 +48,16 @@ def load_whole(model_path: Path) -> PreTrainedModel:
         raise _missing_weights(model, sorted(info["missing_keys"]))
     model.eval()
     return model
+
+
+def load_tensors(file: Path) -> dict[str, torch.Tensor]:
+    """The tensors of one of the pack's files, in host memory. Raises `PackError` where it is damaged."""
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise PackError(
+            f"{file} is damaged ({first_line(error)}); delete its directory to pack the model anew."
+        ) from error
 
 
 def main_dtype(weights: Iterable[torch.Tensor]) -> torch.dtype:
@@ -100,7 +110,7 @@ def build_model(model_path: Path, dense_file: Path, dtype: torch.dtype, device: 
     # Parameters on meta, buffers real: what is computed rather than stored (rotary frequencies) must not be lost.
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation=EXPERTS_IMPLEMENTATION)
-    stored = load_file(dense_file)
+    stored = load_tensors(dense_file)
     converted = main_dtype(stored.values())
     weights = {
         name: tensor.to(device, dtype if tensor.dtype == converted else tensor.dtype) for name, tensor in stored.items()
