@@ -2,8 +2,8 @@
 
     python -m benchmarks.decode [MODEL] [--max-tokens N] [--rounds N] [--device-memory SIZE] [--json FILE] ...
 
-Both engines live in this process; only one works at a time. Without a draft, its memory holds more expert slots. The result
-is the ratio of the times per output token, prompt by prompt; absolute times depend on what else the machine does.
+Both engines live in this process; only one works at a time. Without a draft, its memory holds more expert slots. The
+result is the ratio of the times per output token, prompt by prompt; absolute times depend on the machine's other work.
 """
 
 import argparse
@@ -97,7 +97,7 @@ def report(console: Console, runs: list[Run]) -> dict[str, float]:
         tpots = sorted(run.tpot_seconds * 1e3 for run in mine)
 
         def median(name: str, mine: list[Run] = mine) -> float:
-            return statistics.median(getattr(run, name) for run in mine)
+            return float(statistics.median(getattr(run, name) for run in mine))
 
         table.add_row(
             mode,

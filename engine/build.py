@@ -77,7 +77,7 @@ def open_store(pack: Pack, device: Device, on_progress: OnProgress) -> ExpertSto
             device,
             pack.layout,
             records,
-            lambda done: on_progress(Loading("loading experts into host memory", done, pack.layout.num_experts)),
+            lambda done: on_progress(Loading("Loading experts into host memory", done, pack.layout.num_experts)),
         )
 
 

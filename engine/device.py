@@ -136,7 +136,8 @@ class CudaDevice(Device):
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> Event:
         with torch.cuda.stream(self._copy_stream):
             destination.copy_(source, non_blocking=True)
-        return self._copy_stream.record_event()
+        event: Event = self._copy_stream.record_event()
+        return event
 
     def copy_waits_for(self, event: Event) -> None:
         self._wait(self._copy_stream, event)
@@ -145,7 +146,8 @@ class CudaDevice(Device):
         self._wait(torch.cuda.current_stream(self.torch_device), event)
 
     def record_compute(self) -> Event:
-        return torch.cuda.current_stream(self.torch_device).record_event()
+        event: Event = torch.cuda.current_stream(self.torch_device).record_event()
+        return event
 
     def free_bytes(self) -> int:
         return torch.cuda.mem_get_info(self.torch_device)[0]

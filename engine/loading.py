@@ -64,7 +64,7 @@ def load_model(config: EngineConfig, device: Device, on_progress: OnProgress) ->
     if config.draft and config.draft_length:
         spec = QuantizationSpec(config.draft_weights, config.draft_group_size)
         draft = _load_draft(ensure_draft(pack, spec, on_progress), pack.layout, spec, device, on_progress)
-    on_progress(Loading("loading dense weights", 0, 0))
+    on_progress(Loading("Loading dense weights", 0, 0))
     model = build_model(path, pack.dense_file, dtype, device.torch_device)
     decisions.append(_describe_draft(config, draft, model, pack.layout))
     return LoadedModel(
@@ -118,7 +118,7 @@ def _load_draft(
     tensors = load_tensors(file)
     layers = []
     for index, layer in enumerate(layout.layers):
-        on_progress(Loading("loading draft experts", index, len(layout.layers)))
+        on_progress(Loading("Loading draft experts", index, len(layout.layers)))
         projections: dict[str, QuantizedLinear] = {}
         biases = {}
         for tensor in layer.tensors:
@@ -130,7 +130,7 @@ def _load_draft(
             shape = torch.Size(reversed(tensor.shape) if layer.is_transposed else tensor.shape)
             projections[tensor.name] = quantized_linear(stack, spec, shape, device.torch_device)
         layers.append(QuantizedLayer(projections, biases))
-    on_progress(Loading("loading draft experts", len(layout.layers), len(layout.layers)))
+    on_progress(Loading("Loading draft experts", len(layout.layers), len(layout.layers)))
     return QuantizedExperts(layers)
 
 

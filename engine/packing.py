@@ -78,7 +78,7 @@ def ensure_draft(pack: Pack, spec: QuantizationSpec, on_progress: OnProgress) ->
     tensors: dict[str, torch.Tensor] = {}
     with pack.open_records() as records, _disk_errors(path):
         for layer, layout in enumerate(pack.layout.layers):
-            on_progress(Loading(f"quantizing experts to {spec}", layer, len(pack.layout.layers)))
+            on_progress(Loading(f"Quantizing experts to {spec}", layer, len(pack.layout.layers)))
             for name, weight in _read_layer(records, pack.layout, layer).items():
                 if name.endswith("_bias"):
                     tensors[f"{layer}.{name}"] = weight
@@ -86,7 +86,7 @@ def ensure_draft(pack: Pack, spec: QuantizationSpec, on_progress: OnProgress) ->
                 matrices = weight.transpose(1, 2).contiguous() if layout.is_transposed else weight
                 for part, tensor in quantize(matrices, spec)._asdict().items():
                     tensors[f"{layer}.{name}.{part}"] = tensor
-        on_progress(Loading(f"quantizing experts to {spec}", len(pack.layout.layers), len(pack.layout.layers)))
+        on_progress(Loading(f"Quantizing experts to {spec}", len(pack.layout.layers), len(pack.layout.layers)))
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
         try:
             save_file(tensors, temporary)
@@ -99,7 +99,7 @@ def ensure_draft(pack: Pack, spec: QuantizationSpec, on_progress: OnProgress) ->
 def _write_pack(
     model_path: Path, directory: Path, source: dict[str, tuple[int, int]], on_progress: OnProgress
 ) -> Manifest:
-    on_progress(Loading("loading the checkpoint", 0, 0))
+    on_progress(Loading("Loading the checkpoint", 0, 0))
     model = load_whole(model_path)
     modules = [module for _, module in experts_modules(model)]
     layers = tuple(LayerLayout.of(expert_parameters(module), module.is_transposed) for module in modules)
@@ -112,7 +112,7 @@ def _write_pack(
             with _records_file(temporary).open("wb") as file:
                 for index, record in enumerate(_records(modules, manifest.layout)):
                     file.write(record.numpy().data)
-                    on_progress(Loading("packing experts", index + 1, manifest.layout.num_experts))
+                    on_progress(Loading("Packing experts", index + 1, manifest.layout.num_experts))
                 file.flush()
                 os.fsync(file.fileno())
             (temporary / "manifest.json").write_bytes(msgspec.json.encode(manifest))

@@ -115,7 +115,7 @@ def run(connection: Connection, task: Task, config: EngineConfig) -> None:
 
 def quiet_libraries() -> None:
     """Progress and notes of the libraries would be a second voice beside `Loading` and the log."""
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
     from transformers.utils import logging as transformers_logging
 
     disable_progress_bars()

@@ -70,12 +70,16 @@ class LoadProgress:
         complete = 0 < message.total == message.done
         if message.stage != self._stage or complete or now - self._last_line_seconds >= LINE_SECONDS:
             self._last_line_seconds = now
-            self._console.print(f"{message.stage}: {_amount(message)}", markup=False, highlight=False)
+            amount = _amount(message)
+            line = f"{message.stage}: {amount}" if amount else message.stage
+            self._console.print(line, markup=False, highlight=False)
 
 
 def _amount(message: Loading) -> str:
     done, total = (size(n) if message.unit == "bytes" else str(n) for n in (message.done, message.total))
-    return f"{done} of {total}" if message.total else done
+    if message.total:
+        return f"{done} of {total}"
+    return done if message.done else ""
 
 
 def print_capabilities(capabilities: Capabilities, console: Console) -> None:

@@ -22,7 +22,8 @@ EXPERT_PARAMETERS = ("gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bi
 def read_config(model_path: Path) -> PreTrainedConfig:
     """The model's configuration. Raises `ModelNotFoundError` where there is none that transformers knows."""
     try:
-        return AutoConfig.from_pretrained(model_path)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(model_path)
+        return config
     except (OSError, ValueError, KeyError) as error:
         raise ModelNotFoundError(
             f"{model_path} has no configuration that transformers can read ({first_line(error)})."

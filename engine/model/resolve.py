@@ -23,7 +23,7 @@ def resolve_model(name: str, cache: Path, on_progress: Callable[[Loading], None]
         raise ModelNotFoundError(
             f"Model '{name}' is a file; give the directory that holds config.json and the weights."
         )
-    on_progress(Loading(f"downloading {name}", 0, 0))
+    on_progress(Loading(f"Downloading {name}", 0, 0))
     try:
         return Path(snapshot_download(name, cache_dir=cache / "hub", allow_patterns=PATTERNS))
     except Exception as error:  # its own errors, those of its HTTP client, and of the disk

@@ -14,9 +14,9 @@ from tests.engine.harness import ignore_progress
 from tests.engine.tiny import random_prompt, reference_tokens
 
 
-def config_of(model: Path | str, cache: Path, **settings: object) -> EngineConfig:
+def config_of(checkpoint: Path, cache: Path, **settings: object) -> EngineConfig:
     return EngineConfig.model_validate(
-        {"model": str(model), "cache": cache, "device": "cpu", "draft_group_size": 32, **settings}
+        {"model": str(checkpoint), "cache": cache, "device": "cpu", "draft_group_size": 32, **settings}
     )
 
 
@@ -85,7 +85,7 @@ def test_what_cannot_be_built_is_refused(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with (
         pytest.raises(error, match=message) as refusal,
-        open_engine(config_of(**{"model": mixtral, "cache": model_cache, **settings}), ignore_progress),
+        open_engine(config_of(mixtral, model_cache, **settings), ignore_progress),
     ):
         pass
     assert "\n" not in str(refusal.value)
@@ -98,7 +98,7 @@ def test_a_budget_beyond_what_is_free_is_refused(
     monkeypatch.setattr("engine.device.CpuDevice.free_bytes", lambda device: 0)
     config = config_of(mixtral, model_cache, device_memory="1GB")
     with (
-        pytest.raises(InsufficientMemoryError, match=r"needs at least \d+ MB of device memory, but only \d+ MB is free"),
+        pytest.raises(InsufficientMemoryError, match=r"needs at least \d+ MB of device memory, but only"),
         open_engine(config, ignore_progress),
     ):
         pass

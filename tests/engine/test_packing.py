@@ -163,7 +163,7 @@ class Interrupted(BaseException):
 
 def test_an_interrupted_pack_is_never_served(source: Path, cache: Path) -> None:
     def interrupt(message: Loading) -> None:
-        if message.stage == "packing experts" and message.done == 3:
+        if message.stage == "Packing experts" and message.done == 3:
             raise Interrupted
 
     with pytest.raises(Interrupted):
@@ -302,7 +302,7 @@ def test_progress_counts_up_to_its_total(source: Path, cache: Path) -> None:
     by_stage: dict[str, list[Loading]] = {}
     for message in progress:
         by_stage.setdefault(message.stage, []).append(message)
-    assert list(by_stage) == ["loading the checkpoint", "packing experts", "quantizing experts to qint4-g32"]
-    assert [message.done for message in by_stage["packing experts"]] == [1, 2, 3, 4, 5, 6]
+    assert list(by_stage) == ["Loading the checkpoint", "Packing experts", "Quantizing experts to qint4-g32"]
+    assert [message.done for message in by_stage["Packing experts"]] == [1, 2, 3, 4, 5, 6]
     for messages in list(by_stage.values())[1:]:
         assert messages[-1].done == messages[-1].total

@@ -2,9 +2,16 @@
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedConfig, PreTrainedModel, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+)
 
 VOCAB_SIZE = 96
 EOS_TOKEN_ID = 2
@@ -29,7 +36,7 @@ def mixtral_config(*, num_layers: int = 3, vocab_size: int = VOCAB_SIZE, is_tied
 
 
 def qwen3_moe_config() -> Qwen3MoeConfig:
-    return Qwen3MoeConfig(
+    return Qwen3MoeConfig(  # type: ignore[call-arg]  # head_dim is read from the keywords
         vocab_size=VOCAB_SIZE,
         hidden_size=64,
         intermediate_size=128,
@@ -67,12 +74,15 @@ def save_checkpoint(config: PreTrainedConfig, path: Path, *, seed: int = 0, dtyp
 @cache
 def reference_model(path: Path) -> PreTrainedModel:
     """The checkpoint as transformers loads it, in float32."""
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model.eval()
+    return model
 
 
 def reference_tokens(path: Path, prompt: list[int], max_tokens: int, *, ignore_eos: bool = False) -> list[int]:
     """What transformers' own greedy `generate` continues the prompt with, in float32."""
-    output = reference_model(path).generate(
+    model: Any = reference_model(path)
+    output = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
         max_new_tokens=max_tokens,
