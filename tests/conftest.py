@@ -1,5 +1,11 @@
+import os
+
 import hypothesis
 import pytest
+
+# Before anything imports torch: threads that spin while they wait lose most of a busy machine's time (see
+# `engine.process`).
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # On a busy machine one example may take long, and that says nothing.
 hypothesis.settings.register_profile("specter", deadline=None)

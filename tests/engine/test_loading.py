@@ -196,17 +196,17 @@ def test_progress_names_each_stage_once_and_in_order(own_mixtral: Path, cache: P
     _, config = load(own_mixtral, cache / "elsewhere")
     load_model(config.model_copy(update={"cache": cache}), CpuDevice(), progress.append)
     assert list(dict.fromkeys(message.stage for message in progress)) == [
-        "loading the checkpoint",
-        "packing experts",
-        "quantizing experts to qint4-g32",
-        "loading draft experts",
-        "loading dense weights",
+        "Loading the checkpoint",
+        "Packing experts",
+        "Quantizing experts to qint4-g32",
+        "Loading draft experts",
+        "Loading dense weights",
     ]
     progress.clear()
     load_model(config.model_copy(update={"cache": cache}), CpuDevice(), progress.append)
     assert list(dict.fromkeys(message.stage for message in progress)) == [
-        "loading draft experts",
-        "loading dense weights",
+        "Loading draft experts",
+        "Loading dense weights",
     ]
 
 

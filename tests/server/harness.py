@@ -91,8 +91,8 @@ async def local_server(folder: Path, *engine: str, **settings: Any) -> AsyncIter
             await asyncio.wait({task})
 
 
-def poll(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + SECONDS
+def poll(condition: Callable[[], Any], seconds: float = SECONDS) -> Any:
+    deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.01)

@@ -72,4 +72,4 @@ def test_a_hub_id_is_downloaded_into_the_cache(tmp_path: Path, monkeypatch: pyte
     progress: list[Loading] = []
     assert resolve_model("some/model", tmp_path / "cache", progress.append) == tmp_path / "snapshot"
     assert asked == [("some/model", tmp_path / "cache" / "hub")]
-    assert progress == [Loading("downloading some/model", 0, 0)]
+    assert progress == [Loading("Downloading some/model", 0, 0)]
