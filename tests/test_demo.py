@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -69,8 +70,8 @@ def test_the_capital_of_france_streamed_and_not(client: openai.OpenAI) -> None:
 
 def test_the_text_is_that_of_transformers(client: openai.OpenAI, demo: Path) -> None:
     prompt = "Name three things to pack for a rainy hike, with a reason for each."
-    tokenizer = AutoTokenizer.from_pretrained(demo)
-    model = AutoModelForCausalLM.from_pretrained(demo, dtype=torch.float32)
+    tokenizer: Any = AutoTokenizer.from_pretrained(demo)
+    model: Any = AutoModelForCausalLM.from_pretrained(demo, dtype=torch.float32)
     inputs = tokenizer.apply_chat_template(
         messages(prompt), add_generation_prompt=True, return_dict=True, return_tensors="pt"
     )
