@@ -8,12 +8,12 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig
+from transformers import GptOssConfig, LlamaConfig
 
 from engine.device import empty_pages
 from engine.errors import PackError, UnsupportedModelError
 from engine.experts.layout import ExpertId
-from engine.kernels.quantization import QuantizationSpec, QuantizedStack, dequantize
+from engine.kernels.quantization import QuantizationSpec, QuantizedStack, dequantize, quantize
 from engine.model.checkpoint import dense_state, expert_parameters, experts_modules, load_whole
 from engine.packing import Pack, ensure_draft, ensure_pack
 from engine.protocol import Loading
@@ -293,6 +293,35 @@ def test_a_draft_is_the_experts_quantized(checkpoint: Path, cache: Path) -> None
             for expert, matrix in enumerate(weight):
                 restored = dequantize(stack, expert, QuantizationSpec("qint8", 0), matrix.shape)
                 assert bool((restored - matrix).abs().max() < 0.01 * matrix.abs().max())
+
+
+def test_transposed_matrices_are_quantized_along_their_inputs(tmp_path: Path, cache: Path) -> None:
+    config = GptOssConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+    )
+    checkpoint = save_checkpoint(config, tmp_path / "gpt-oss")
+    pack = pack_of(checkpoint, cache)
+    (layout,) = pack.layout.layers
+    assert layout.is_transposed
+    (module,) = [module for _, module in experts_modules(load_whole(checkpoint))]
+    tensors = load_file(ensure_draft(pack, QINT4, ignore_progress))
+    parameters = {name: parameter.detach() for name, parameter in expert_parameters(module).items()}
+    assert {tensor.name for tensor in layout.tensors} == parameters.keys()
+    for name, parameter in parameters.items():
+        if name.endswith("_bias"):
+            assert torch.equal(tensors[f"0.{name}"], parameter)
+            continue
+        expected = quantize(parameter.transpose(1, 2), QINT4)
+        for part, tensor in expected._asdict().items():
+            assert torch.equal(tensors[f"0.{name}.{part}"], tensor)
 
 
 def test_progress_counts_up_to_its_total(source: Path, cache: Path) -> None:

@@ -21,6 +21,27 @@ expert_ids = st.sampled_from(EVERYTHING)
 plans = st.lists(expert_ids, unique=True, max_size=6).map(lambda experts: {e: rank for rank, e in enumerate(experts)})
 
 
+class WatchedLru(PerLayerLru):
+    """Also notes which experts it believes to be in the cache."""
+
+    def __init__(self, num_slots: int, num_layers: int) -> None:
+        super().__init__(num_slots, num_layers)
+        self.known: set[ExpertId] = set()
+
+    def insert(self, expert: ExpertId) -> None:
+        assert expert not in self.known
+        self.known.add(expert)
+        super().insert(expert)
+
+    def touch(self, expert: ExpertId) -> None:
+        assert expert in self.known
+        super().touch(expert)
+
+    def remove(self, expert: ExpertId) -> None:
+        self.known.remove(expert)
+        super().remove(expert)
+
+
 def make_cache(num_slots: int = NUM_SLOTS) -> ExpertCache:
     return ExpertCache(torch.zeros(num_slots, 8, dtype=torch.uint8), PerLayerLru(num_slots, NUM_LAYERS))
 
@@ -54,7 +75,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = make_cache()
+        self.policy = WatchedLru(NUM_SLOTS, NUM_LAYERS)
+        self.cache = ExpertCache(torch.zeros(NUM_SLOTS, 8, dtype=torch.uint8), self.policy)
         self.loading: dict[ExpertId, Slot] = {}
         self.ready: set[ExpertId] = set()
         self.pinned: list[Slot] = []
@@ -133,7 +155,8 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def the_cache_is_as_expected(self) -> None:
         self.cache.check_integrity()
-        assert {expert for expert in EVERYTHING if expert in self.cache} == self.ready | self.loading.keys()
+        assert self.policy.known == {expert for expert in EVERYTHING if expert in self.cache}
+        assert self.policy.known == self.ready | self.loading.keys()
         assert {expert for expert in EVERYTHING if self.cache.is_ready(expert)} == self.ready
         assert self.cache.num_evictions == self.num_evictions
         assert self.cache.num_prefetches_wasted == self.num_wasted

@@ -152,12 +152,12 @@ def test_each_expert_sees_its_own_tokens_only() -> None:
     assert outputs.flatten().tolist() == [0.0, 11.0, 12.0 + 2.0, 0.5 * (23.0 + 33.0)]
 
 
-def test_half_precision_is_summed_in_the_type_of_the_weights() -> None:
+def test_half_precision_is_weighted_and_summed_in_the_type_of_the_weights() -> None:
     hidden_states = torch.ones(1, 1, dtype=torch.bfloat16)
-    routed = RoutedTokens(hidden_states, torch.arange(3).view(1, 3))
-    for expert, value in enumerate((256.0, 1.0, 1.0)):
-        routed.compute(expert, partial(torch.mul, torch.tensor(value)))
-    # In bfloat16, 256 + 1 is 256.
-    combined = routed.combine(torch.ones(1, 3, dtype=torch.float32))
+    routed = RoutedTokens(hidden_states, torch.arange(2).view(1, 2))
+    for expert, sign in enumerate((1.0, -1.0)):
+        routed.compute(expert, partial(torch.mul, torch.tensor(sign)))
+    # Rounded to bfloat16 before the sum, the first product would be 1 and nothing would remain.
+    combined = routed.combine(torch.tensor([[1.0 + 2**-9, 1.0]]))
     assert combined.dtype is torch.bfloat16
-    assert float(combined) == 258.0
+    assert float(combined) == 2**-9

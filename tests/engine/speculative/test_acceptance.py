@@ -140,6 +140,16 @@ def test_disjoint_supports_accept_nothing() -> None:
         assert float(world.target[0, verdict.token_ids[0]]) > 0
 
 
+def test_a_rejection_that_leaves_nothing_of_the_difference_draws_from_the_target() -> None:
+    # Rounding can make the target nowhere more probable than the draft; a factor shows it more often.
+    generator = torch.Generator().manual_seed(0)
+    p = only(random_rows(1), slice(0, 4))[0]
+    verdicts = [accept_sampled([0], [p], torch.stack([p / 2, p]), generator) for _ in range(50)]
+    recovered = [verdict.token_ids[0] for verdict in verdicts if verdict.num_accepted == 0]
+    assert recovered
+    assert all(float(p[token_id]) > 0 for token_id in recovered)
+
+
 def test_the_rate_of_acceptance_is_the_overlap() -> None:
     # Leviathan et al. 2023, theorem 3.5: the chance to accept is the sum of min(p, q).
     generator = torch.Generator().manual_seed(0)
