@@ -171,8 +171,9 @@ class ExpertTransfers:
             for expert in experts:
                 if self._cache.is_ready(expert):
                     self._arrived.append(self._cache.pin(expert))
-                else:
-                    self._awaited.add(expert)
+                    continue
+                self._awaited.add(expert)
+                if expert not in self._cache:  # else a prefetch of it is under way, which the visit joins
                     self._demands.append(expert)
             self._counters.num_hits += len(self._arrived)
             self._counters.num_misses += len(self._awaited)
