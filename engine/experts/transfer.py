@@ -43,6 +43,9 @@ class ExpertTransfers:
         self._awaited: set[ExpertId] = set()
         self._arrived: deque[Slot] = deque()
         self._failure: Exception | None = None
+        """Why an expert that the current visit waits for did not come."""
+        self._breakdown: Exception | None = None
+        """Why transfers have ended for good."""
         self._counters = _Counters()
         self._threads: list[threading.Thread] = []
         self._closing = False
@@ -120,8 +123,14 @@ class ExpertTransfers:
                     self._changed.wait()
                 if slot is None:
                     return
-            # What is enqueued can no longer be overtaken by a demand fetch, so each thread enqueues one at a time.
-            self._fetch(slot).synchronize()
+            try:
+                # What is enqueued can no longer be overtaken by a demand fetch, so each thread enqueues one at a time.
+                self._fetch(slot).synchronize()
+            except Exception as error:  # the device is broken: nothing that it moves can be trusted any more
+                with self._changed:
+                    self._breakdown = error
+                    self._changed.notify_all()
+                return
             with self._changed:
                 self._counters.end_transfer()
 
@@ -136,7 +145,6 @@ class ExpertTransfers:
             if slot is not None:
                 queue.popleft()
                 self._counters.begin_transfer(is_prefetch, slot.record.nbytes)
-            # Not even a prefetch may overtake a demand fetch that waits for a slot.
             return slot
         return None
 
@@ -184,9 +192,9 @@ class ExpertTransfers:
         with self._changed:
             started = time.perf_counter()
             while not self._arrived and self._awaited:
-                if self._failure is not None or self._closing:
-                    reason = self._failure or "the engine is closing"
-                    raise TransferError(f"An expert could not be read: {reason}.") from self._failure
+                error = self._breakdown or self._failure
+                if error is not None or self._closing:
+                    raise TransferError(f"An expert could not be read: {error or 'the engine is closing'}.") from error
                 self._changed.wait()
             self._counters.wait_seconds += time.perf_counter() - started
             return self._arrived.popleft() if self._arrived else None

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from engine.device import DONE, CpuDevice, Event
+from engine.device import DONE, CpuDevice, DoneEvent, Event
 from engine.errors import TransferError
 from engine.experts.cache import ExpertCache, SlotState
 from engine.experts.layout import ExpertId
@@ -577,3 +577,21 @@ def test_an_awaited_expert_is_not_taken_before_it_is_computed() -> None:
     with started(bench, 2):
         assert run_all(visits) == [None]
     assert len(bench.computed) == 150
+
+
+class BrokenEvent(DoneEvent):
+    """The copy is enqueued, and the device breaks down before it is done."""
+
+    def synchronize(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("the device fell off the bus")
+
+
+def test_a_breakdown_of_the_device_fails_visits_instead_of_hanging_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(num_slots=2)
+    monkeypatch.setattr(bench.store, "fetch", lambda expert, destination: BrokenEvent())
+    with started(bench, num_threads=1):
+        for _ in range(2):
+            with pytest.raises(TransferError, match="fell off the bus"):
+                bench.transfers.visit(0, [0, 1, 2], lambda expert, record: None)
+    bench.transfers.check_integrity()
