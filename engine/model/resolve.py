@@ -12,7 +12,7 @@ PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model"]
 
 
 def resolve_model(name: str, cache: Path, on_progress: Callable[[Loading], None]) -> Path:
-    """A local directory as it is; anything else is a hub id, which is downloaded into the cache directory.
+    """A local directory as it is; what is not plainly a path is a hub id, which is downloaded into the cache directory.
 
     Raises `ModelNotFoundError`.
     """
@@ -23,6 +23,8 @@ def resolve_model(name: str, cache: Path, on_progress: Callable[[Loading], None]
         raise ModelNotFoundError(
             f"Model '{name}' is a file; give the directory that holds config.json and the weights."
         )
+    if name.startswith(("/", "./", "../", "~")):
+        raise ModelNotFoundError(f"Model '{name}' is not a directory here; check the path.")
     on_progress(Loading(f"Downloading {name}", 0, 0))
     try:
         return Path(snapshot_download(name, cache_dir=cache / "hub", allow_patterns=PATTERNS))

@@ -31,9 +31,13 @@ def test_a_file_is_refused_with_what_to_give_instead(tmp_path: Path) -> None:
         resolve_model(str(file), tmp_path, ignore)
 
 
-@pytest.mark.parametrize(
-    "name", ["no-such-directory/in/here", "/no/such/directory", "two words", "nobody/such-a-model"]
-)
+@pytest.mark.parametrize("name", ["/no/such/directory", "./nothing", "../nothing", "~/nothing"])
+def test_a_path_that_is_no_directory_is_not_asked_of_the_hub(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match=f"^Model '{name}' is not a directory here; check the path"):
+        resolve_model(name, tmp_path, ignore)
+
+
+@pytest.mark.parametrize("name", ["no-such-directory/in/here", "two words", "nobody/such-a-model"])
 def test_what_neither_the_disk_nor_the_hub_has_is_one_line_and_no_download(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
