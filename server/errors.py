@@ -1,5 +1,6 @@
 """Every failure as the API shows it: `{"error": {"message", "type", "param", "code"}}`. Tracebacks stay in the log."""
 
+import json
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
@@ -80,15 +81,22 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, _respond_http)
 
 
-def error_response(error: ApiError, headers: dict[str, str] | None = None) -> JSONResponse:
-    return JSONResponse(error.body(), error.status, headers={**(headers or {}), **error.headers})
+class ErrorResponse(JSONResponse):
+    """In ASCII: the message may quote from the request what UTF-8 cannot say, such as half of a surrogate pair."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content).encode()
 
 
-async def _respond(request: Request, error: Exception) -> JSONResponse:
+def error_response(error: ApiError, headers: dict[str, str] | None = None) -> ErrorResponse:
+    return ErrorResponse(error.body(), error.status, headers={**(headers or {}), **error.headers})
+
+
+async def _respond(request: Request, error: Exception) -> ErrorResponse:
     return error_response(to_api_error(error))
 
 
-async def _respond_http(request: Request, error: Exception) -> JSONResponse:
+async def _respond_http(request: Request, error: Exception) -> ErrorResponse:
     assert isinstance(error, HTTPException)
     api_error = to_api_error(error)
     if error.status_code in (404, 405) and error.detail == HTTPStatus(error.status_code).phrase:

@@ -27,8 +27,14 @@ class Tokenizer:
         self._reserved_kwargs = frozenset(inspect.signature(self._tokenizer.apply_chat_template).parameters)
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
-    def encode(self, text: str) -> list[int]:
-        token_ids: list[int] = self._tokenizer.encode(text)
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Raises RequestError for text with a lone surrogate, which JSON can say and UTF-8 cannot."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            code = f"U+{ord(text[error.start]):04X}"
+            raise RequestError(f"The prompt has {code}, half of a surrogate pair; send whole characters.") from None
+        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return token_ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -51,5 +57,4 @@ class Tokenizer:
             # Templates are programs that expect certain messages; what they trip over is in the request.
             raise TemplateRefusedError(f"The model's chat template fails on the messages: {error}") from error
         # The template writes the special tokens that it wants itself.
-        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return token_ids
+        return self.encode(str(text), add_special_tokens=False)

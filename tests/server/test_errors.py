@@ -144,3 +144,23 @@ def test_sdk_raises_its_own_types(server: ServerProcess) -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             sdk.completions.create(model="demo", prompt="x", best_of=3)
         assert caught.value.param == "best_of"
+
+
+@pytest.mark.parametrize(
+    ("url", "body"),
+    [
+        (URL, r'{"messages": [{"role": "user", "content": "\ud800"}]}'),
+        (URL, r'{"messages": [{"role": "user", "content": "\ud800"}], "stream": true}'),
+        (URL, r'{"messages": [{"role": "\udc00", "content": "x"}]}'),
+        (URL, r'{"messages": [{"role": "user", "content": "x"}], "stop": "\ud800"}'),
+        ("/v1/completions", r'{"prompt": "x\ud800"}'),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_the_requests_fault(client: httpx.Client, url: str, body: str) -> None:
+    error_of(client.post(url, content=body, headers={"Content-Type": "application/json"}))
+
+
+def test_error_that_quotes_half_of_a_surrogate_pair(client: httpx.Client) -> None:
+    body = r'{"messages": [{"role": "user", "content": "x"}], "model": "\ud800"}'
+    response = client.post(URL, content=body, headers={"Content-Type": "application/json"})
+    assert error_of(response, 404)["message"].startswith("The model '\ud800' is not served here")
