@@ -3,7 +3,7 @@
 import torch
 
 from engine.protocol import FinishReason, Submit
-from engine.sampling import draw, is_greedy, target_distribution
+from engine.sampling import draw, is_greedy, require_finite, target_distribution
 from engine.speculative.acceptance import Verdict, accept_greedy, accept_sampled
 from engine.speculative.draft import Draft
 
@@ -37,14 +37,22 @@ class Request:
         return "length" if self.num_remaining_tokens <= 0 else None
 
     def choose(self, logits: torch.Tensor) -> tuple[int, torch.Tensor]:
-        """A token for the logits [V], with the distribution [V] that it was drawn from (the logits, if greedy)."""
+        """A token for the logits [V], with the distribution [V] that it was drawn from (the logits, if greedy).
+
+        Raises `RequestFailedError` where the logits are not finite.
+        """
+        require_finite(logits)
         if is_greedy(self._sampling):
             return int(logits.argmax()), logits
         probs = target_distribution(logits, self._sampling)
         return draw(probs, self._generator), probs
 
     def judge(self, draft: Draft, logits: torch.Tensor) -> Verdict:
-        """Which of the k drafted tokens (from `choose`) the target's logits [k + 1, V] confirm, and what follows."""
+        """Which of the k drafted tokens (from `choose`) the target's logits [k + 1, V] confirm, and what follows.
+
+        Raises `RequestFailedError` where the logits are not finite.
+        """
+        require_finite(logits)
         if is_greedy(self._sampling):
             return accept_greedy(draft.token_ids, logits)
         target_probs = target_distribution(logits, self._sampling)

@@ -2,11 +2,22 @@
 
 import torch
 
+from engine.errors import RequestFailedError
 from engine.protocol import SamplingParams
 
 
 def is_greedy(params: SamplingParams) -> bool:
     return params.temperature == 0.0
+
+
+def require_finite(logits: torch.Tensor) -> None:
+    """Raise `RequestFailedError` where no token can be told from the logits [..., V]: an argmax would make one up."""
+    # The largest is NaN where any is; -inf alone is a model's way to exclude a token.
+    if not logits.max(dim=-1).values.isfinite().all():
+        raise RequestFailedError(
+            "The model's logits are not finite: either its weights are damaged, or they overflow the type that it "
+            "computes in; try --dtype float32 (or bfloat16)."
+        )
 
 
 def target_distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:

@@ -1,6 +1,9 @@
+import math
+
 import pytest
 import torch
 
+from engine.errors import RequestFailedError
 from engine.protocol import SamplingParams, Submit
 from engine.request import Request
 from engine.speculative.draft import NO_DRAFT, Draft
@@ -133,3 +136,22 @@ def test_a_seed_belongs_to_its_request_alone() -> None:
     other = make_request(100, sampling=SamplingParams(seed=4), ignore_eos=True)
     other.choose(random_logits(0)[0])
     assert tokens_of(make_request(100, sampling=SamplingParams(seed=3), ignore_eos=True)) == alone
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams()])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_no_token_is_made_up_where_logits_are_not_finite(sampling: SamplingParams, value: float) -> None:
+    request = make_request(sampling=sampling)
+    logits = random_logits(0, 2)
+    logits[1] = value
+    with pytest.raises(RequestFailedError, match="not finite"):
+        request.choose(logits[1])
+    with pytest.raises(RequestFailedError, match="not finite"):
+        request.judge(Draft([3], [torch.full((VOCAB_SIZE,), 1 / VOCAB_SIZE)]), logits)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams()])
+def test_excluded_tokens_may_have_logits_of_minus_infinity(sampling: SamplingParams) -> None:
+    logits = torch.full((VOCAB_SIZE,), -math.inf)
+    logits[5] = 0.0
+    assert make_request(sampling=sampling).choose(logits)[0] == 5
