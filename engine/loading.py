@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from engine.config import DEMO_MODEL, EngineConfig
 from engine.demo import build_demo
 from engine.device import Device
-from engine.errors import ConfigError
+from engine.errors import ConfigError, UnsupportedModelError
 from engine.experts.codec import IdentityCodec
 from engine.experts.layout import ExpertLayout, LayerLayout
 from engine.kernels.quantization import QuantizationSpec, QuantizedStack
@@ -56,6 +56,7 @@ def load_model(config: EngineConfig, device: Device, on_progress: OnProgress) ->
     hf_config = read_config(path)
     KvCache(hf_config)  # refuses a model that cannot be served before any long work
     max_model_len = _context_length(config, hf_config)
+    _require_constant_rope(hf_config, max_model_len)
     pack = ensure_pack(path, config.cache.expanduser(), on_progress)
     dtype, decision = _compute_dtype(config, pack.layout, device)
     decisions = [f"Computing on {device.describe()} in {decision}."]
@@ -89,6 +90,27 @@ def _context_length(config: EngineConfig, hf_config: PreTrainedConfig) -> int:
     if config.max_model_len > longest:
         raise ConfigError(f"max_model_len is {config.max_model_len}, but the model's maximum is {longest}; lower it.")
     return config.max_model_len
+
+
+def _require_constant_rope(hf_config: PreTrainedConfig, max_model_len: int) -> None:
+    """Refuse contexts in which a token's rotary embedding depends on how many tokens share its pass.
+
+    Beyond a length "longrope" takes other frequencies for the whole pass, so chunks of a prompt and passes over drafted
+    tokens would see others than one pass over the prompt, or over one token.
+    """
+    text_config = hf_config.get_text_config()
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    for parameters in (rope, *(by_layer_type for by_layer_type in rope.values() if isinstance(by_layer_type, dict))):
+        if parameters.get("rope_type") != "longrope":
+            continue
+        # Phi-MoE's frequencies stay; only this scale would change.
+        is_constant = "long_mscale" in parameters and parameters["long_mscale"] == parameters["short_mscale"]
+        limit = int(parameters["original_max_position_embeddings"])
+        if max_model_len > limit and not is_constant:
+            raise UnsupportedModelError(
+                f"{hf_config.model_type} changes its rotary embedding beyond {limit} tokens (longrope), which cannot "
+                f"be served yet; pass --max-model-len {limit} or less (it is {max_model_len})."
+            )
 
 
 def _compute_dtype(config: EngineConfig, layout: ExpertLayout, device: Device) -> tuple[torch.dtype, str]:

@@ -65,6 +65,24 @@ def test_the_context_can_be_shortened_but_not_lengthened(mixtral: Path, model_ca
         load(mixtral, model_cache, max_model_len=257)
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def test_a_rotary_embedding_that_changes_within_the_context_is_refused(own_mixtral: Path, cache: Path) -> None:
+    change_json(own_mixtral / "config.json", head_dim=16, rope_parameters=LONGROPE)
+    with pytest.raises(UnsupportedModelError, match=r"beyond 32 tokens .* --max-model-len 32 or less \(it is 256\)"):
+        load(own_mixtral, cache)
+    assert not cache.exists()
+    assert load(own_mixtral, cache, max_model_len=32)[0].max_model_len == 32
+
+
 class OtherDevice(CpuDevice):
     """Computes like a CPU, but is not one."""
 
