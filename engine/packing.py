@@ -5,13 +5,13 @@
     experts.bin                   one aligned record per expert
     draft-<precision>.safetensors the experts quantized, made when a precision is first asked for
 
-A pack is written under a temporary name and renamed when it is whole, so one that exists is complete.
+A pack is written under a temporary name and renamed when it is whole, so one that exists is complete. A lock file
+beside it admits one writer; the operating system releases the lock of one that dies, and the next removes what it left.
 """
 
 import hashlib
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import msgspec
 import torch
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
@@ -64,17 +65,24 @@ def ensure_pack(model_path: Path, cache: Path, on_progress: OnProgress) -> Pack:
     source = _fingerprint(model_path)
     key = hashlib.sha256(str(model_path.resolve()).encode()).hexdigest()[:12]
     directory = cache / "packs" / f"{model_path.name}-{key}"
-    manifest = _read_manifest(directory)
-    if manifest is None or manifest.source != source or manifest.format_version != FORMAT_VERSION:
-        manifest = _write_pack(model_path, directory, source, on_progress)
+    manifest = _read_manifest(directory, source)
+    if manifest is None:
+        with _only_writer(directory, on_progress):
+            manifest = _read_manifest(directory, source) or _write_pack(model_path, directory, source, on_progress)
     return Pack(directory, manifest.layout)
 
 
 def ensure_draft(pack: Pack, spec: QuantizationSpec, on_progress: OnProgress) -> Path:
     """The file of experts quantized as `spec` says, made from the pack's records if it is not there."""
     path = pack.draft_file(spec)
-    if path.exists():
-        return path
+    if not path.exists():
+        with _only_writer(pack.directory, on_progress):
+            if not path.exists():
+                _write_draft(pack, spec, path, on_progress)
+    return path
+
+
+def _write_draft(pack: Pack, spec: QuantizationSpec, path: Path, on_progress: OnProgress) -> None:
     tensors: dict[str, torch.Tensor] = {}
     with pack.open_records() as records, _disk_errors(path):
         for layer, layout in enumerate(pack.layout.layers):
@@ -87,13 +95,12 @@ def ensure_draft(pack: Pack, spec: QuantizationSpec, on_progress: OnProgress) ->
                 for part, tensor in quantize(matrices, spec)._asdict().items():
                     tensors[f"{layer}.{name}.{part}"] = tensor
         on_progress(Loading(f"Quantizing experts to {spec}", len(pack.layout.layers), len(pack.layout.layers)))
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary = path.with_suffix(".partial")
         try:
             save_file(tensors, temporary)
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
-    return path
 
 
 def _write_pack(
@@ -105,8 +112,9 @@ def _write_pack(
     layers = tuple(LayerLayout.of(expert_parameters(module), module.is_transposed) for module in modules)
     manifest = Manifest(FORMAT_VERSION, source, ExpertLayout(layers))
     with _disk_errors(directory):
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+        temporary = directory.parent / f".{directory.name}.partial"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
         try:
             save_file(dense_state(model), temporary / "dense.safetensors")
             with _records_file(temporary).open("wb") as file:
@@ -147,17 +155,36 @@ def _fingerprint(model_path: Path) -> dict[str, tuple[int, int]]:
     return {path.name: (path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(files)}
 
 
-def _read_manifest(directory: Path) -> Manifest | None:
+def _read_manifest(directory: Path, source: dict[str, tuple[int, int]]) -> Manifest | None:
+    """The manifest of a pack that was made from this source; None where there is none."""
     try:
-        return msgspec.json.decode((directory / "manifest.json").read_bytes(), type=Manifest)
+        manifest = msgspec.json.decode((directory / "manifest.json").read_bytes(), type=Manifest)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except msgspec.DecodeError as error:
         raise PackError(f"{directory} has a damaged manifest ({error}); delete that directory to pack anew.") from error
+    return manifest if manifest.source == source and manifest.format_version == FORMAT_VERSION else None
 
 
 def _records_file(directory: Path) -> Path:
     return directory / "experts.bin"
+
+
+@contextmanager
+def _only_writer(directory: Path, on_progress: OnProgress) -> Iterator[None]:
+    """Within the block, no other process writes this pack."""
+    lock = FileLock(directory.parent / f".{directory.name}.lock")
+    with _disk_errors(directory):
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            on_progress(Loading("Waiting for another process that packs this model", 0, 0))
+            lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @contextmanager

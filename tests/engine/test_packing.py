@@ -1,6 +1,8 @@
 import os
 import resource
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -49,6 +51,10 @@ def cache(tmp_path: Path) -> Path:
 
 def pack_of(source: Path, cache: Path) -> Pack:
     return ensure_pack(source, cache, ignore_progress)
+
+
+def packs_in(cache: Path) -> list[Path]:
+    return [path for path in (cache / "packs").iterdir() if path.suffix != ".lock"]
 
 
 def identities(directory: Path) -> dict[str, tuple[int, int]]:
@@ -118,7 +124,7 @@ def test_a_pack_is_made_once(source: Path, cache: Path) -> None:
 
 def test_nothing_but_the_pack_is_left_in_the_cache(source: Path, cache: Path) -> None:
     pack = pack_of(source, cache)
-    assert list((cache / "packs").iterdir()) == [pack.directory]
+    assert packs_in(cache) == [pack.directory]
 
 
 @pytest.mark.parametrize("changed", ["model.safetensors", "config.json"])
@@ -137,7 +143,7 @@ def test_a_changed_checkpoint_is_packed_anew(source: Path, cache: Path, changed:
     assert torch.equal(first_expert(again), old) == (changed == "config.json")
     # A draft of the old weights is not for the new ones.
     assert not draft.exists()
-    assert list((cache / "packs").iterdir()) == [pack.directory]
+    assert packs_in(cache) == [pack.directory]
 
 
 def test_models_of_the_same_name_have_packs_of_their_own(tmp_path: Path, cache: Path) -> None:
@@ -168,7 +174,7 @@ def test_an_interrupted_pack_is_never_served(source: Path, cache: Path) -> None:
 
     with pytest.raises(Interrupted):
         ensure_pack(source, cache, interrupt)
-    assert list((cache / "packs").iterdir()) == []
+    assert packs_in(cache) == []
     pack = pack_of(source, cache)
     assert torch.equal(first_expert(pack), checkpoint_experts(source)[0])
 
@@ -177,8 +183,9 @@ def test_what_a_killed_process_left_is_not_served_either(source: Path, cache: Pa
     # The directory is complete but for its last file, and under its temporary name.
     pack = pack_of(source, cache)
     (pack.directory / "manifest.json").unlink()
-    pack.directory.rename(pack.directory.with_name(f".{pack.directory.name}.abandoned"))
+    pack.directory.rename(pack.directory.with_name(f".{pack.directory.name}.partial"))
     again = pack_of(source, cache)
+    assert packs_in(cache) == [again.directory]
     assert (again.directory / "manifest.json").exists()
     assert torch.equal(first_expert(again), checkpoint_experts(source)[0])
 
@@ -216,7 +223,7 @@ def test_a_full_disk_is_said_and_leaves_nothing_behind(source: Path, cache: Path
     with largest_file(limit), pytest.raises(PackError, match=r"could not be written .*; free some space") as caught:
         pack_of(source, cache)
     assert "\n" not in str(caught.value)
-    assert list((cache / "packs").iterdir()) == []
+    assert packs_in(cache) == []
     pack_of(source, cache)
 
 
@@ -251,7 +258,52 @@ def test_a_server_that_is_gone_is_no_full_disk(source: Path, cache: Path) -> Non
 
     with pytest.raises(BrokenPipeError):
         ensure_pack(source, cache, report)
-    assert list((cache / "packs").iterdir()) == []
+    assert packs_in(cache) == []
+
+
+def test_of_two_processes_that_want_a_pack_one_makes_it(source: Path, cache: Path) -> None:
+    packing, may_go_on, waits = threading.Event(), threading.Event(), threading.Event()
+    stages: list[str] = []
+
+    def first(message: Loading) -> None:
+        packing.set()
+        assert may_go_on.wait(10)
+
+    def second(message: Loading) -> None:
+        stages.append(message.stage)
+        waits.set()
+
+    with ThreadPoolExecutor() as pool:
+        packed = pool.submit(ensure_pack, source, cache, first)
+        assert packing.wait(10)
+        waited = pool.submit(ensure_pack, source, cache, second)
+        assert waits.wait(10)
+        may_go_on.set()
+        assert waited.result(10) == packed.result(10)
+    assert stages == ["Waiting for another process that packs this model"]
+
+
+def test_of_two_processes_that_want_a_draft_one_makes_it(source: Path, cache: Path) -> None:
+    pack = pack_of(source, cache)
+    quantizing, may_go_on, waits = threading.Event(), threading.Event(), threading.Event()
+    stages: list[str] = []
+
+    def first(message: Loading) -> None:
+        quantizing.set()
+        assert may_go_on.wait(10)
+
+    def second(message: Loading) -> None:
+        stages.append(message.stage)
+        waits.set()
+
+    with ThreadPoolExecutor() as pool:
+        made = pool.submit(ensure_draft, pack, QINT4, first)
+        assert quantizing.wait(10)
+        waited = pool.submit(ensure_draft, pack, QINT4, second)
+        assert waits.wait(10)
+        may_go_on.set()
+        assert waited.result(10) == made.result(10)
+    assert stages == ["Waiting for another process that packs this model"]
 
 
 def test_a_dense_model_is_refused_before_anything_is_written(tmp_path: Path, cache: Path) -> None:
@@ -260,7 +312,7 @@ def test_a_dense_model_is_refused_before_anything_is_written(tmp_path: Path, cac
     )
     with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM"):
         pack_of(save_checkpoint(config, tmp_path / "llama"), cache)
-    assert not cache.exists()
+    assert packs_in(cache) == []
 
 
 def test_records_of_the_wrong_size_are_refused(source: Path, cache: Path) -> None:
