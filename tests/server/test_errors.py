@@ -1,11 +1,13 @@
 """Every failure has OpenAI's error body, with one sentence that names what is wrong."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from server.gate import MAX_BODY_BYTES
 from tests.server.fake_engine import MAX_MODEL_LEN
 from tests.server.harness import ServerProcess, chat
 
@@ -164,3 +166,16 @@ def test_error_that_quotes_half_of_a_surrogate_pair(client: httpx.Client) -> Non
     body = r'{"messages": [{"role": "user", "content": "x"}], "model": "\ud800"}'
     response = client.post(URL, content=body, headers={"Content-Type": "application/json"})
     assert error_of(response, 404)["message"].startswith("The model '\ud800' is not served here")
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_body_that_is_too_large(client: httpx.Client, is_chunked: bool) -> None:
+    def pieces() -> Iterator[bytes]:
+        yield b'{"messages": [{"role": "user", "content": "'
+        yield b"x" * MAX_BODY_BYTES
+        yield b'"}]}'
+
+    headers = {"Content-Type": "application/json"}
+    content: Iterator[bytes] | bytes = pieces() if is_chunked else b"".join(pieces())
+    error = error_of(client.post(URL, content=content, headers=headers), 413)
+    assert str(MAX_BODY_BYTES) in error["message"]
