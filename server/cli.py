@@ -35,6 +35,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     if unknown:
         # A value after an unknown flag looks like an argument, so the flags are the better suspects.
         word = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
+        if word == "--model" and args.command == "serve":
+            raise ConfigError("The model is an argument, not an option: specter serve MODEL.")
         kind = "option" if word.startswith("-") else "argument"
         known = ["--config", *map(_flag, COMMANDS.get(args.command, ()))]
         prog = f"specter {args.command}" if args.command else "specter"

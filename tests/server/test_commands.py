@@ -40,6 +40,8 @@ def fails(capsys: pytest.CaptureFixture[str], code: int, *arguments: str, engine
     [
         (["serve", "--device-memroy", "1GB"], "Unknown option --device-memroy. Did you mean --device-memory?"),
         (["serve", "--device_memory=1GB"], "Did you mean --device-memory?"),
+        (["serve", "--model", "x"], "The model is an argument, not an option: specter serve MODEL."),
+        (["serve", "--model=x"], "The model is an argument, not an option: specter serve MODEL."),
         (["serve", "a", "b"], "Unknown argument b."),
         (["demo", "--port", "1"], "Unknown option --port. See 'specter demo --help'."),
         (["sevre"], "invalid choice: 'sevre'"),
