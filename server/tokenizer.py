@@ -21,8 +21,10 @@ class Tokenizer:
     def __init__(self, model_path: Path) -> None:
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(model_path)
-        except (OSError, ValueError, KeyError) as error:
-            raise UnsupportedModelError(f"The tokenizer in {model_path} cannot be loaded: {error}") from error
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            # What it says may have many lines.
+            reason = " ".join(str(error).split())
+            raise UnsupportedModelError(f"The tokenizer in {model_path} cannot be loaded: {reason}") from error
         added = self._tokenizer.added_tokens_decoder
         self._reserved_kwargs = frozenset(inspect.signature(self._tokenizer.apply_chat_template).parameters)
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)

@@ -1,3 +1,4 @@
+import shutil
 from pathlib import Path
 
 import pytest
@@ -38,5 +39,15 @@ def test_model_without_a_template(model_path: Path) -> None:
 
 
 def test_directory_without_a_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=str(tmp_path)) as caught:
+        Tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ["garbage", "[]"])
+def test_damaged_tokenizer(model_path: Path, tmp_path: Path, file: str, content: str) -> None:
+    shutil.copytree(model_path, tmp_path, dirs_exist_ok=True)
+    (tmp_path / file).write_text(content)
     with pytest.raises(UnsupportedModelError, match=str(tmp_path)):
         Tokenizer(tmp_path)
