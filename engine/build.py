@@ -39,7 +39,8 @@ def open_engine(config: EngineConfig, on_progress: OnProgress) -> Iterator[Engin
         needs,
         expert_bytes=loaded.pack.layout.expert_bytes,
         num_experts=loaded.pack.layout.num_experts,
-        budget_bytes=config.device_memory,
+        # Without the type of the settings, which msgspec does not encode.
+        budget_bytes=None if config.device_memory is None else int(config.device_memory),
         # The budget covers what is loaded already, so that counts as free.
         free_bytes=device.free_bytes() + needs.dense + needs.draft,
         is_cuda=device.kind == "cuda",

@@ -75,8 +75,12 @@ def dequantize(stack: QuantizedStack, expert: int, spec: QuantizationSpec, shape
 
 def unpack(data: torch.Tensor, spec: QuantizationSpec, shape: torch.Size) -> torch.Tensor:
     """The unsigned integers, uint8 [out, in] = `shape`, of one packed matrix of qint4 or qint2."""
-    integers: torch.Tensor = torch.ops.quanto.unpack(data.view(-1, spec.group_size), spec.bits)
-    return integers.view(shape)
+    return unpack_integers(data.view(-1, spec.group_size), spec.bits).view(shape)
+
+
+def unpack_integers(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """What `torch.ops.quanto.unpack` does, which would first compile an extension: a minute, and a compiler to have."""
+    return torch.cat([(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)])
 
 
 def _quantize_grouped(matrix: torch.Tensor, spec: QuantizationSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

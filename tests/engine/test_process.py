@@ -8,6 +8,7 @@ from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
 import pytest
+from pydantic import ByteSize
 
 from engine.client import EngineClient
 from engine.config import EngineConfig
@@ -76,7 +77,7 @@ def test_requests_aborts_and_refusals(config: EngineConfig, mixtral: Path) -> No
             await tokens_of(client, "wrong", [5000], 1)
         await client.ping(GRACE_SECONDS)
 
-    run(test, config)
+    run(test, config.model_copy(update={"device_memory": ByteSize(100_000_000)}))
 
 
 def test_shutdown_ends_running_requests(config: EngineConfig) -> None:

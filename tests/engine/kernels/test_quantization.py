@@ -2,10 +2,19 @@ import pytest
 import torch
 from optimum.quanto import AbsmaxOptimizer, MaxOptimizer, qint4, quantize_weight
 from optimum.quanto.tensor import WeightQBitsTensor
+from optimum.quanto.tensor.packed import PackedTensor
 
 from engine.config import DraftWeights
 from engine.errors import ConfigError
-from engine.kernels.quantization import QTYPES, QuantizationSpec, QuantizedStack, dequantize, quantize, unpack
+from engine.kernels.quantization import (
+    QTYPES,
+    QuantizationSpec,
+    QuantizedStack,
+    dequantize,
+    quantize,
+    unpack,
+    unpack_integers,
+)
 
 GROUPED: list[DraftWeights] = ["qint2", "qint4"]
 BY_ROW: list[DraftWeights] = ["qint8", "qfloat8"]
@@ -140,3 +149,10 @@ def test_a_spec_is_named_by_what_matters_for_it() -> None:
     assert str(QuantizationSpec("qint2", 32)) == "qint2-g32"
     assert str(QuantizationSpec("qint8", 64)) == "qint8"
     assert str(QuantizationSpec("qfloat8", 32)) == "qfloat8"
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_unpacking_undoes_packing(bits: int) -> None:
+    integers = torch.randint(0, 2**bits, (64, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    packed = PackedTensor.pack(integers, bits)
+    assert torch.equal(unpack_integers(packed._data, bits), integers)
