@@ -7,6 +7,7 @@ from typing import cast
 
 import torch
 from accelerate import init_empty_weights
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
@@ -24,7 +25,7 @@ def read_config(model_path: Path) -> PreTrainedConfig:
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(model_path)
         return config
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise ModelNotFoundError(
             f"{model_path} has no configuration that transformers can read ({first_line(error)})."
         ) from error

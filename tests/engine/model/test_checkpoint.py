@@ -209,7 +209,10 @@ def test_a_pack_that_lacks_dense_weights_is_not_served(mixtral: Path, tmp_path: 
         build_model(mixtral, tmp_path / "dense.safetensors", torch.float32, CPU)
 
 
-@pytest.mark.parametrize("content", [None, "{", "{}", '{"model_type": "from-the-future"}'])
+@pytest.mark.parametrize(
+    "content",
+    [None, "{", "{}", '{"model_type": "from-the-future"}', '{"model_type": "mixtral", "num_hidden_layers": "many"}'],
+)
 def test_a_directory_without_a_configuration_is_said(content: str | None, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
