@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from engine.errors import UnsupportedModelError
 from engine.protocol import SamplingParams
 
@@ -16,12 +18,15 @@ def default_sampling(model_path: Path) -> SamplingParams:
     if not path.exists():
         return SamplingParams()
     try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        config = msgspec.convert(json.loads(path.read_text(encoding="utf-8")), dict[str, Any])
+        if not config.get("do_sample"):
+            return SamplingParams()
+        given = {name: config[name] for name in FIELDS if config.get(name) is not None}
+        # The engine would die of values of another type.
+        values = msgspec.structs.asdict(msgspec.convert(given, SamplingParams))
     except (OSError, ValueError) as error:
         raise UnsupportedModelError(f"{path} cannot be read: {error}.") from None
-    if not config.get("do_sample"):
-        return SamplingParams()
-    return override(SamplingParams(), **{name: config.get(name) for name in FIELDS})
+    return override(SamplingParams(), **values)
 
 
 def override(defaults: SamplingParams, **values: Any) -> SamplingParams:

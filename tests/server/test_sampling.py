@@ -28,8 +28,11 @@ def test_recommendation_of_the_model(tmp_path: Path, config: dict[str, Any] | No
     assert default_sampling(tmp_path) == expected
 
 
-def test_unreadable_recommendation(tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text("{")
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"do_sample": true, "temperature": "hot"}', '{"do_sample": true, "top_k": 1.5}']
+)
+def test_unreadable_recommendation(tmp_path: Path, content: str) -> None:
+    (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(UnsupportedModelError, match="generation_config"):
         default_sampling(tmp_path)
 
