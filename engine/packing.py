@@ -151,7 +151,7 @@ def _read_layer(records: RecordFile, layout: ExpertLayout, layer: int) -> dict[s
 
 
 def _fingerprint(model_path: Path) -> dict[str, tuple[int, int]]:
-    files = [*model_path.glob("*.safetensors"), model_path / "config.json"]
+    files = [*model_path.glob("*.safetensors"), *model_path.glob("*.bin"), model_path / "config.json"]
     return {path.name: (path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(files)}
 
 

@@ -146,6 +146,16 @@ def test_a_changed_checkpoint_is_packed_anew(source: Path, cache: Path, changed:
     assert packs_in(cache) == [pack.directory]
 
 
+def test_a_changed_checkpoint_of_pickled_weights_is_packed_anew(source: Path, cache: Path) -> None:
+    weights = source / "model.safetensors"
+    state = load_file(weights)
+    weights.unlink()
+    torch.save(state, source / "pytorch_model.bin")
+    pack_of(source, cache)
+    torch.save({name: 2 * weight for name, weight in state.items()}, source / "pytorch_model.bin")
+    assert torch.equal(first_expert(pack_of(source, cache)), checkpoint_experts(source)[0])
+
+
 def test_models_of_the_same_name_have_packs_of_their_own(tmp_path: Path, cache: Path) -> None:
     config = mixtral_config(num_layers=1)
     packs = [
