@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 from optimum.quanto import AbsmaxOptimizer, MaxOptimizer, qfloat8, qint2, qint4, qint8, quantize_weight
-from optimum.quanto.tensor import WeightQBitsTensor, WeightQBytesTensor
 
 from engine.config import DraftWeights
 from engine.errors import ConfigError
@@ -58,19 +57,12 @@ def quantize(matrices: torch.Tensor, spec: QuantizationSpec) -> QuantizedStack:
 
 
 def dequantize(stack: QuantizedStack, expert: int, spec: QuantizationSpec, shape: torch.Size) -> torch.Tensor:
-    """One expert's matrix [out, in] = `shape`, as quanto itself dequantizes it."""
+    """One expert's matrix [out, in] = `shape`, bit for bit as quanto dequantizes it."""
     data, scale = stack.data[expert], stack.scale[expert]
-    qtype = QTYPES[spec.weights]
-    strides = (shape[1], 1)
     if not spec.is_grouped:
-        weight = WeightQBytesTensor(qtype, 0, shape, strides, data, scale, None)
-    else:
-        packed = unpack(data, spec, shape).view(-1, spec.group_size)
-        weight = WeightQBitsTensor(
-            qtype, 0, spec.group_size, shape, strides, packed, scale.view(-1, 1), stack.shift[expert].view(-1, 1)
-        )
-    dequantized: torch.Tensor = weight.dequantize()
-    return dequantized
+        return scale * data.to(scale.dtype)
+    grouped = unpack(data, spec, shape).view(*scale.shape[:-1], spec.group_size)  # [out, in / group_size, group_size]
+    return (scale * grouped - stack.shift[expert]).view(shape)
 
 
 def unpack(data: torch.Tensor, spec: QuantizationSpec, shape: torch.Size) -> torch.Tensor:
