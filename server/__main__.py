@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from engine.config import DEMO_MODEL, EngineConfig
 from engine.errors import ConfigError, SpecterError
 from server.cli import parse_args
+from server.logs import set_up_logging
 from server.settings import Settings, load_settings, unknown_environment
 
 INTERRUPTED = 130
@@ -34,7 +35,7 @@ def _settings(args: argparse.Namespace) -> Settings:
     if args.command == "demo":
         flags["model"] = DEMO_MODEL
     settings = load_settings(flags, args.config)
-    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_logging(settings.log_level)
     for sentence in unknown_environment():
         logging.getLogger(__name__).warning(sentence)
     return settings

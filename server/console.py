@@ -95,7 +95,7 @@ def print_capabilities(capabilities: Capabilities, console: Console) -> None:
         table.add_row("total", tier, size(num_bytes), note)
     console.print(table)
     for decision in capabilities.decisions:
-        console.print(Text(f"- {decision}"), soft_wrap=True)
+        console.print(Text(f"- {decision}"))
 
 
 def print_ready(base_url: str, model_name: str, console: Console) -> None:

@@ -21,7 +21,7 @@ class StopSignals:
         if self.stop.is_set():
             self.before_exit()
             os._exit(128 + number)
-        print("Stopping; a second signal ends at once.", file=sys.stderr, flush=True)
+        print("Stopping when running requests are done; a second signal ends at once.", file=sys.stderr, flush=True)
         self.stop.set()
 
 
