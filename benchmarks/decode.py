@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the engine process does
+os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # as the engine process does
 
 from rich.console import Console
 from rich.progress import track
