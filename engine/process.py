@@ -125,8 +125,9 @@ def quiet_libraries() -> None:
 
 def main() -> int:
     fd, task, config_json = sys.argv[1:]
-    # How long OpenMP's threads spin at a barrier before they sleep. Transfer threads and other processes need those cores
-    # too: with the default, a pass on a busy machine is ten times slower. On a quiet one, sleeping at once costs 1.6.
+    # How long OpenMP's threads spin at a barrier before they sleep. Transfer threads and other processes need those
+    # cores too: with the default a pass takes ten times as long on a busy machine. Sleeping at once takes 1.6 times as
+    # long on a quiet one.
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s")
     # Ctrl-C goes to the whole terminal, but the server decides when the engine ends.
