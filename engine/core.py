@@ -114,7 +114,7 @@ class EngineCore:
 
     def _prefill(self, request: Request) -> None:
         if self._cache is None:
-            self._cache = self._model.new_cache()
+            self._cache = self._model.new_cache(self._limits.max_model_len)
         start = request.num_prefilled_tokens
         chunk = request.prompt_token_ids[start : start + self._limits.prefill_chunk_tokens]
         with self._clock.phase("verify"):

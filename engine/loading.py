@@ -54,8 +54,8 @@ def load_model(config: EngineConfig, device: Device, on_progress: OnProgress) ->
     """Pack the model if it is not packed yet, and load dense weights and draft. Raises `SpecterError`."""
     path = prepare_model(config, on_progress)
     hf_config = read_config(path)
-    KvCache(hf_config)  # refuses a model that cannot be served before any long work
     max_model_len = _context_length(config, hf_config)
+    KvCache(hf_config, max_model_len)  # refuses a model that cannot be served before any long work
     _require_constant_rope(hf_config, max_model_len)
     pack = ensure_pack(path, config.cache.expanduser(), on_progress)
     dtype, decision = _compute_dtype(config, pack.layout, device)

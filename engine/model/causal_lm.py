@@ -32,8 +32,8 @@ class CausalLM:
         """Dense parameters; tied ones count once."""
         return sum(parameter.numel() for parameter in self._model.parameters() if not parameter.is_meta)
 
-    def new_cache(self) -> KvCache:
-        return KvCache(self.config)
+    def new_cache(self, max_tokens: int) -> KvCache:
+        return KvCache(self.config, max_tokens)
 
     @torch.inference_mode()
     def forward(

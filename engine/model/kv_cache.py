@@ -1,19 +1,70 @@
 """The one KV cache, which draft and verify share."""
 
+from typing import Any
+
 import torch
 from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer
 
 from engine.errors import UnsupportedModelError
+
+GROWTH_TOKENS = 512
+"""Buffers grow by so many tokens at a time."""
+
+
+class BufferedLayer(DynamicLayer):
+    """transformers' layer for full attention, on buffers that grow in steps instead of a concatenation per token.
+
+    `keys` and `values` [1, heads, tokens, head_dim] are views of the part of the buffers that is in use, so what else
+    transformers does with a layer, dropping tokens above all, works on them as it is.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        """The buffers do not grow beyond `max_tokens`, unless they have to."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._max_tokens = max_tokens
+        self._key_buffer: torch.Tensor | None = None
+        self._value_buffer: torch.Tensor | None = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append the states [1, heads, new tokens, head_dim]; all keys and values."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        num_kept = self.get_seq_length()
+        num_tokens = num_kept + key_states.shape[-2]
+        self._key_buffer = self._with_room(self._key_buffer, key_states, num_kept, num_tokens)
+        self._value_buffer = self._with_room(self._value_buffer, value_states, num_kept, num_tokens)
+        self._key_buffer[..., num_kept:num_tokens, :] = key_states
+        self._value_buffer[..., num_kept:num_tokens, :] = value_states
+        self.keys = self._key_buffer[..., :num_tokens, :]
+        self.values = self._value_buffer[..., :num_tokens, :]
+        return self.keys, self.values
+
+    def _with_room(
+        self, buffer: torch.Tensor | None, states: torch.Tensor, num_kept: int, num_tokens: int
+    ) -> torch.Tensor:
+        if buffer is not None and num_tokens <= buffer.shape[-2]:
+            return buffer
+        step = -(-num_tokens // GROWTH_TOKENS) * GROWTH_TOKENS
+        capacity = max(num_tokens, min(step, self._max_tokens))
+        grown = states.new_empty((*states.shape[:-2], capacity, states.shape[-1]))
+        if buffer is not None:
+            grown[..., :num_kept, :] = buffer[..., :num_kept, :]
+        return grown
 
 
 class KvCache:
     """Keys and values of the tokens computed so far, for one sequence. Mutable: every forward pass appends to it."""
 
-    def __init__(self, config: PreTrainedConfig) -> None:
-        """Raises `UnsupportedModelError` for caches that cannot drop their last tokens."""
+    def __init__(self, config: PreTrainedConfig, max_tokens: int) -> None:
+        """For up to `max_tokens` tokens. Raises `UnsupportedModelError` for caches that cannot drop their last ones."""
         self._cache = DynamicCache(config=config)
         self._cache.activate_past_recording()
-        for layer in self._cache.layers:
+        for index, layer in enumerate(self._cache.layers):
+            if type(layer) is DynamicLayer:
+                self._cache.layers[index] = BufferedLayer(max_tokens)
             if not layer.is_croppable:
                 raise UnsupportedModelError(
                     f"{config.model_type} keeps its context in {type(layer).__name__}, which cannot drop rejected "
@@ -31,7 +82,7 @@ class KvCache:
 
     @property
     def num_bytes(self) -> int:
-        """Device memory in use."""
+        """Bytes of the tokens that it holds; its buffers may be larger."""
         states = [getattr(layer, name, None) for layer in self._cache.layers for name in ("keys", "values")]
         return sum(state.nbytes for state in states if isinstance(state, torch.Tensor))
 

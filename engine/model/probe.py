@@ -30,6 +30,6 @@ def probe_model(model: CausalLM) -> ModelProbe:
         top_ks.append(top_k_index.shape[1])
         return torch.zeros_like(hidden_states)
 
-    cache = model.new_cache()
+    cache = model.new_cache(NUM_PROBE_TOKENS)
     model.forward([0] * NUM_PROBE_TOKENS, cache, no_experts)
     return ModelProbe(-(-cache.num_bytes // NUM_PROBE_TOKENS), max(top_ks))

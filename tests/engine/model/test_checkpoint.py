@@ -165,7 +165,7 @@ def test_the_model_runs_with_the_experts_that_the_caller_brings(mixtral: Path, t
         assert top_k_index.shape == top_k_weights.shape == (4, 2)
         return torch.zeros_like(hidden_states)
 
-    logits = model.forward([3, 4, 5, 6], model.new_cache(), experts, num_logits=2)
+    logits = model.forward([3, 4, 5, 6], model.new_cache(4), experts, num_logits=2)
     assert logits.shape == (2, VOCAB_SIZE)
     assert logits.dtype is torch.float32
     assert layers == [0, 1, 2]

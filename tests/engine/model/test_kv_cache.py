@@ -6,11 +6,12 @@ from transformers import PreTrainedConfig, Qwen3NextConfig
 
 from engine.errors import UnsupportedModelError
 from engine.loading import LoadedModel
-from engine.model.kv_cache import KvCache
+from engine.model.kv_cache import GROWTH_TOKENS, BufferedLayer, KvCache
 from tests.engine.harness import load
 from tests.engine.tiny import mixtral_config, qwen3_moe_config, random_prompt, save_checkpoint
 
 WINDOW = 8
+MAX_TOKENS = 100
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ class Sequence:
         assert loaded.draft is not None
         self._model = loaded.model
         self._experts = loaded.draft
-        self.cache = loaded.model.new_cache()
+        self.cache = loaded.model.new_cache(MAX_TOKENS)
 
     def forward(self, token_ids: list[int]) -> torch.Tensor:
         logits = self._model.forward(token_ids, self.cache, self._experts)
@@ -107,7 +108,7 @@ def test_a_cache_that_cannot_be_rolled_back_is_refused_by_name() -> None:
         num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], hidden_size=32, num_experts=4
     )
     with pytest.raises(UnsupportedModelError) as caught:
-        KvCache(config)
+        KvCache(config, MAX_TOKENS)
     assert "qwen3_next" in str(caught.value)
     assert "LinearAttention" in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -115,4 +116,39 @@ def test_a_cache_that_cannot_be_rolled_back_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("config", [mixtral_config(), qwen3_moe_config()])
 def test_a_new_cache_is_empty(config: PreTrainedConfig) -> None:
-    assert KvCache(config).num_tokens == 0
+    assert KvCache(config, MAX_TOKENS).num_tokens == 0
+
+
+def states(num_tokens: int, start: int = 0) -> torch.Tensor:
+    """[1, heads, tokens, head_dim], with the position of each token in all its elements."""
+    return torch.arange(start, start + num_tokens, dtype=torch.float32).view(1, 1, -1, 1).expand(1, 2, -1, 4)
+
+
+def test_buffers_grow_in_steps_and_keep_what_they_hold() -> None:
+    layer = BufferedLayer(max_tokens=10_000)
+    capacities = set()
+    for position in range(2 * GROWTH_TOKENS + 1):
+        keys, values = layer.update(states(1, position), -states(1, position))
+        assert layer._key_buffer is not None
+        capacities.add(layer._key_buffer.shape[-2])
+    assert torch.equal(keys, states(2 * GROWTH_TOKENS + 1))
+    assert torch.equal(values, -keys)
+    assert capacities == {GROWTH_TOKENS, 2 * GROWTH_TOKENS, 3 * GROWTH_TOKENS}
+
+
+def test_buffers_grow_no_further_than_the_context() -> None:
+    layer = BufferedLayer(max_tokens=GROWTH_TOKENS + 8)
+    layer.update(states(GROWTH_TOKENS), states(GROWTH_TOKENS))
+    layer.update(states(8), states(8))
+    assert layer._key_buffer is not None
+    assert layer._key_buffer.shape[-2] == GROWTH_TOKENS + 8
+
+
+def test_a_token_costs_no_allocation_where_there_is_room() -> None:
+    layer = BufferedLayer(max_tokens=100)
+    layer.update(states(3), states(3))
+    before = layer._key_buffer
+    layer.crop(-2)
+    keys, _ = layer.update(states(4, start=10), states(4, start=10))
+    assert layer._key_buffer is before
+    assert torch.equal(keys, torch.cat([states(1), states(4, start=10)], dim=-2))
