@@ -12,11 +12,11 @@ from engine.experts.planner import PrefillPlanner
 from engine.experts.policy import PerLayerLru
 from engine.experts.store import DiskStore, ExpertStore, HostStore
 from engine.experts.transfer import ExpertTransfers
-from engine.loading import LoadedModel, OnProgress, load_model
+from engine.loading import LoadedModel, load_model
 from engine.memory import MemoryNeeds, MemoryPlan, memory_rows, plan_memory
 from engine.packing import Pack
 from engine.phases import PhaseClock
-from engine.protocol import Capabilities, Loading, MemoryRow
+from engine.protocol import Capabilities, Loading, MemoryRow, OnProgress
 from engine.speculative.draft import Drafter
 from engine.speculative.verify import CachedExperts
 

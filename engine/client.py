@@ -10,7 +10,7 @@ import itertools
 import signal
 import socket
 import sys
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from typing import Literal
 
@@ -25,6 +25,7 @@ from engine.protocol import (
     Abort,
     Capabilities,
     Loading,
+    OnProgress,
     Ping,
     Prefill,
     Prepared,
@@ -36,8 +37,6 @@ from engine.protocol import (
     decode_to_server,
     encode,
 )
-
-OnProgress = Callable[[Loading], None]
 
 TERMINATE_SECONDS = 2.0
 """How long `close` waits after SIGTERM before it kills."""

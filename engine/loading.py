@@ -1,6 +1,5 @@
 """From a configuration to a model on the device: everything but the slots."""
 
-from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -22,10 +21,8 @@ from engine.model.kv_cache import KvCache
 from engine.model.probe import ModelProbe, probe_model
 from engine.model.resolve import resolve_model
 from engine.packing import Pack, ensure_draft, ensure_pack
-from engine.protocol import Loading
+from engine.protocol import Loading, OnProgress
 from engine.speculative.draft import QuantizedExperts, QuantizedLayer
-
-OnProgress = Callable[[Loading], None]
 
 
 class LoadedModel(NamedTuple):
@@ -62,12 +59,12 @@ def load_model(config: EngineConfig, device: Device, on_progress: OnProgress) ->
     decisions = [f"Computing on {device.describe()} in {decision}."]
 
     draft = None
+    spec = QuantizationSpec(config.draft_weights, config.draft_group_size)
     if config.draft and config.draft_length:
-        spec = QuantizationSpec(config.draft_weights, config.draft_group_size)
         draft = _load_draft(ensure_draft(pack, spec, on_progress), pack.layout, spec, device, on_progress)
     on_progress(Loading("Loading dense weights", 0, 0))
-    model = build_model(path, pack.dense_file, dtype, device.torch_device)
-    decisions.append(_describe_draft(config, draft, model, pack.layout))
+    model = build_model(hf_config, pack.dense_file, dtype, device.torch_device)
+    decisions.append(_describe_draft(draft, config.draft_length, spec, model, pack.layout))
     return LoadedModel(
         path=path,
         pack=pack,
@@ -156,15 +153,14 @@ def _load_draft(
     return QuantizedExperts(layers)
 
 
-def _describe_draft(config: EngineConfig, draft: QuantizedExperts | None, model: CausalLM, layout: ExpertLayout) -> str:
+def _describe_draft(
+    draft: QuantizedExperts | None, draft_length: int, spec: QuantizationSpec, model: CausalLM, layout: ExpertLayout
+) -> str:
     if draft is None:
         return "No draft: every token is decoded by itself."
     num_quantized = sum(layer.num_experts * _num_matrix_weights(layer) for layer in layout.layers)
     share = num_quantized / (num_quantized + model.num_parameters)
-    spec = QuantizationSpec(config.draft_weights, config.draft_group_size)
-    sentence = (
-        f"Drafting {config.draft_length} tokens per cycle with {spec} experts: {share:.1%} of all parameters quantized"
-    )
+    sentence = f"Drafting {draft_length} tokens per cycle with {spec} experts: {share:.1%} of all parameters quantized"
     linears = [linear for layer in draft.layers for linear in layer.projections.values()]
     slow = any(isinstance(linear, DequantizingLinear) for linear in linears)
     return f"{sentence}; no fast kernel here, so weights are dequantized on each use." if slow else f"{sentence}."

@@ -5,36 +5,33 @@
     experts.bin                   one aligned record per expert
     draft-<precision>.safetensors the experts quantized, made when a precision is first asked for
 
-A pack is written under a temporary name and renamed when it is whole, so one that exists is complete. A lock file
-beside it admits one writer; the operating system releases the lock of one that dies, and the next removes what it left.
+A pack that exists is complete, and has one writer at a time (see `engine.directory`).
 """
 
 import hashlib
-import os
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import torch
-from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from engine.device import empty_pages
+from engine.directory import ensure_directory, only_writer
 from engine.errors import PackError
 from engine.experts.layout import ExpertId, ExpertLayout, LayerLayout
 from engine.experts.store import RecordFile
 from engine.kernels.quantization import QuantizationSpec, quantize
 from engine.model.checkpoint import dense_state, expert_parameters, experts_modules, load_whole
 from engine.model.dispatch import ExpertsModule
-from engine.protocol import Loading
+from engine.protocol import Loading, OnProgress
 
 FORMAT_VERSION = 1
 
-OnProgress = Callable[[Loading], None]
+WAITING = Loading("Waiting for another process that packs this model", 0, 0)
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -65,10 +62,15 @@ def ensure_pack(model_path: Path, cache: Path, on_progress: OnProgress) -> Pack:
     source = _fingerprint(model_path)
     key = hashlib.sha256(str(model_path.resolve()).encode()).hexdigest()[:12]
     directory = cache / "packs" / f"{model_path.name}-{key}"
+    with _disk_errors(directory):
+        ensure_directory(
+            directory,
+            is_intact=lambda packed: _read_manifest(packed, source) is not None,
+            build=lambda empty: _write_pack(model_path, empty, source, on_progress),
+            waiting=lambda: on_progress(WAITING),
+        )
     manifest = _read_manifest(directory, source)
-    if manifest is None:
-        with _only_writer(directory, on_progress):
-            manifest = _read_manifest(directory, source) or _write_pack(model_path, directory, source, on_progress)
+    assert manifest is not None
     return Pack(directory, manifest.layout)
 
 
@@ -76,7 +78,7 @@ def ensure_draft(pack: Pack, spec: QuantizationSpec, on_progress: OnProgress) ->
     """The file of experts quantized as `spec` says, made from the pack's records if it is not there."""
     path = pack.draft_file(spec)
     if not path.exists():
-        with _only_writer(pack.directory, on_progress):
+        with _disk_errors(path), only_writer(pack.directory, lambda: on_progress(WAITING)):
             if not path.exists():
                 _write_draft(pack, spec, path, on_progress)
     return path
@@ -84,7 +86,7 @@ def ensure_draft(pack: Pack, spec: QuantizationSpec, on_progress: OnProgress) ->
 
 def _write_draft(pack: Pack, spec: QuantizationSpec, path: Path, on_progress: OnProgress) -> None:
     tensors: dict[str, torch.Tensor] = {}
-    with pack.open_records() as records, _disk_errors(path):
+    with pack.open_records() as records:
         for layer, layout in enumerate(pack.layout.layers):
             on_progress(Loading(f"Quantizing experts to {spec}", layer, len(pack.layout.layers)))
             for name, weight in _read_layer(records, pack.layout, layer).items():
@@ -103,33 +105,19 @@ def _write_draft(pack: Pack, spec: QuantizationSpec, path: Path, on_progress: On
             temporary.unlink(missing_ok=True)
 
 
-def _write_pack(
-    model_path: Path, directory: Path, source: dict[str, tuple[int, int]], on_progress: OnProgress
-) -> Manifest:
+def _write_pack(model_path: Path, directory: Path, source: dict[str, tuple[int, int]], on_progress: OnProgress) -> None:
+    """Fill the empty directory."""
     on_progress(Loading("Loading the checkpoint", 0, 0))
     model = load_whole(model_path)
     modules = [module for _, module in experts_modules(model)]
     layers = tuple(LayerLayout.of(expert_parameters(module), module.is_transposed) for module in modules)
     manifest = Manifest(FORMAT_VERSION, source, ExpertLayout(layers))
-    with _disk_errors(directory):
-        temporary = directory.parent / f".{directory.name}.partial"
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-        try:
-            save_file(dense_state(model), temporary / "dense.safetensors")
-            with _records_file(temporary).open("wb") as file:
-                for index, record in enumerate(_records(modules, manifest.layout)):
-                    file.write(record.numpy().data)
-                    on_progress(Loading("Packing experts", index + 1, manifest.layout.num_experts))
-                file.flush()
-                os.fsync(file.fileno())
-            (temporary / "manifest.json").write_bytes(msgspec.json.encode(manifest))
-            if directory.exists():
-                shutil.rmtree(directory)
-            temporary.rename(directory)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-    return manifest
+    save_file(dense_state(model), directory / "dense.safetensors")
+    with _records_file(directory).open("wb") as file:
+        for index, record in enumerate(_records(modules, manifest.layout)):
+            file.write(record.numpy().data)
+            on_progress(Loading("Packing experts", index + 1, manifest.layout.num_experts))
+    (directory / "manifest.json").write_bytes(msgspec.json.encode(manifest))
 
 
 def _records(modules: list[ExpertsModule], layout: ExpertLayout) -> Iterator[torch.Tensor]:
@@ -168,23 +156,6 @@ def _read_manifest(directory: Path, source: dict[str, tuple[int, int]]) -> Manif
 
 def _records_file(directory: Path) -> Path:
     return directory / "experts.bin"
-
-
-@contextmanager
-def _only_writer(directory: Path, on_progress: OnProgress) -> Iterator[None]:
-    """Within the block, no other process writes this pack."""
-    lock = FileLock(directory.parent / f".{directory.name}.lock")
-    with _disk_errors(directory):
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            on_progress(Loading("Waiting for another process that packs this model", 0, 0))
-            lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 @contextmanager

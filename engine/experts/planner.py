@@ -41,10 +41,10 @@ class PrefillPlanner:
     def predicted(self, num_tokens: int) -> list[ExpertId]:
         """Experts by layer; none of a layer of which the tokens probably leave many out."""
         return [
-            expert
-            for expert in self._layout.experts()
-            if expected_experts_share(num_tokens, self._layout.layers[expert.layer].num_experts, self._top_k)
-            >= self.MIN_SHARE
+            ExpertId(index, expert)
+            for index, layer in enumerate(self._layout.layers)
+            if expected_experts_share(num_tokens, layer.num_experts, self._top_k) >= self.MIN_SHARE
+            for expert in range(layer.num_experts)
         ]
 
 

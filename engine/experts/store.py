@@ -38,8 +38,8 @@ class RecordFile:
     """
 
     def __init__(self, path: Path, layout: ExpertLayout) -> None:
+        self._layout = layout
         self._expert_bytes = layout.expert_bytes
-        self._record_of = {expert: index for index, expert in enumerate(layout.experts())}
         size, expected = path.stat().st_size, layout.num_experts * layout.expert_bytes
         if size != expected:
             raise PackError(
@@ -55,7 +55,7 @@ class RecordFile:
 
     def read(self, expert: ExpertId, destination: torch.Tensor) -> None:
         """Fill `destination`, uint8 [expert_bytes] in host memory and aligned to a page. Raises `OSError`."""
-        offset = self._record_of[expert] * self._expert_bytes
+        offset = self._layout.record_index(expert) * self._expert_bytes
         buffer = destination.numpy().data
         done = 0
         while done < self._expert_bytes:
@@ -99,8 +99,8 @@ class HostStore:
 
     def __init__(self, device: Device, layout: ExpertLayout, records: torch.Tensor) -> None:
         self._device = device
+        self._layout = layout
         self._records = records
-        self._record_of = {expert: index for index, expert in enumerate(layout.experts())}
 
     @classmethod
     def load(
@@ -114,7 +114,7 @@ class HostStore:
         return cls(device, layout, records)
 
     def fetch(self, expert: ExpertId, destination: torch.Tensor) -> Event:
-        return self._device.copy(destination, self._records[self._record_of[expert]])
+        return self._device.copy(destination, self._records[self._layout.record_index(expert)])
 
     def close(self) -> None:
         self._records = self._records[:0]

@@ -103,12 +103,11 @@ def dense_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return dense
 
 
-def build_model(model_path: Path, dense_file: Path, dtype: torch.dtype, device: torch.device) -> CausalLM:
+def build_model(config: PreTrainedConfig, dense_file: Path, dtype: torch.dtype, device: torch.device) -> CausalLM:
     """The model with its dense weights on the device; the experts' fused weights stay unallocated (meta).
 
     Weights of the checkpoint's main type are converted to `dtype`; those that transformers keeps in another one stay.
     """
-    config = read_config(model_path)
     # Parameters on meta, buffers real: what is computed rather than stored (rotary frequencies) must not be lost.
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation=EXPERTS_IMPLEMENTATION)

@@ -1,17 +1,16 @@
 """From what the user calls a model to a directory that holds it."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
 from engine.errors import ModelNotFoundError, first_line
-from engine.protocol import Loading
+from engine.protocol import Loading, OnProgress
 
 PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model"]
 
 
-def resolve_model(name: str, cache: Path, on_progress: Callable[[Loading], None]) -> Path:
+def resolve_model(name: str, cache: Path, on_progress: OnProgress) -> Path:
     """A local directory as it is; what is not plainly a path is a hub id, which is downloaded into the cache directory.
 
     Raises `ModelNotFoundError`.

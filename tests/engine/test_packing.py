@@ -1,7 +1,7 @@
 import os
 import resource
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +18,7 @@ from engine.experts.layout import ExpertId
 from engine.kernels.quantization import QuantizationSpec, QuantizedStack, dequantize, quantize
 from engine.model.checkpoint import dense_state, expert_parameters, experts_modules, load_whole
 from engine.packing import Pack, ensure_draft, ensure_pack
-from engine.protocol import Loading
+from engine.protocol import Loading, OnProgress
 from tests.engine.harness import ignore_progress
 from tests.engine.tiny import mixtral_config, qwen3_moe_config, save_checkpoint
 
@@ -271,12 +271,12 @@ def test_a_server_that_is_gone_is_no_full_disk(source: Path, cache: Path) -> Non
     assert packs_in(cache) == []
 
 
-def test_of_two_processes_that_want_a_pack_one_makes_it(source: Path, cache: Path) -> None:
-    packing, may_go_on, waits = threading.Event(), threading.Event(), threading.Event()
+def assert_one_waits_for_the_other(ensure: Callable[[OnProgress], object]) -> None:
+    working, may_go_on, waits = threading.Event(), threading.Event(), threading.Event()
     stages: list[str] = []
 
     def first(message: Loading) -> None:
-        packing.set()
+        working.set()
         assert may_go_on.wait(10)
 
     def second(message: Loading) -> None:
@@ -284,36 +284,22 @@ def test_of_two_processes_that_want_a_pack_one_makes_it(source: Path, cache: Pat
         waits.set()
 
     with ThreadPoolExecutor() as pool:
-        packed = pool.submit(ensure_pack, source, cache, first)
-        assert packing.wait(10)
-        waited = pool.submit(ensure_pack, source, cache, second)
-        assert waits.wait(10)
-        may_go_on.set()
-        assert waited.result(10) == packed.result(10)
-    assert stages == ["Waiting for another process that packs this model"]
-
-
-def test_of_two_processes_that_want_a_draft_one_makes_it(source: Path, cache: Path) -> None:
-    pack = pack_of(source, cache)
-    quantizing, may_go_on, waits = threading.Event(), threading.Event(), threading.Event()
-    stages: list[str] = []
-
-    def first(message: Loading) -> None:
-        quantizing.set()
-        assert may_go_on.wait(10)
-
-    def second(message: Loading) -> None:
-        stages.append(message.stage)
-        waits.set()
-
-    with ThreadPoolExecutor() as pool:
-        made = pool.submit(ensure_draft, pack, QINT4, first)
-        assert quantizing.wait(10)
-        waited = pool.submit(ensure_draft, pack, QINT4, second)
+        made = pool.submit(ensure, first)
+        assert working.wait(10)
+        waited = pool.submit(ensure, second)
         assert waits.wait(10)
         may_go_on.set()
         assert waited.result(10) == made.result(10)
     assert stages == ["Waiting for another process that packs this model"]
+
+
+def test_of_two_processes_that_want_a_pack_one_makes_it(source: Path, cache: Path) -> None:
+    assert_one_waits_for_the_other(lambda on_progress: ensure_pack(source, cache, on_progress))
+
+
+def test_of_two_processes_that_want_a_draft_one_makes_it(source: Path, cache: Path) -> None:
+    pack = pack_of(source, cache)
+    assert_one_waits_for_the_other(lambda on_progress: ensure_draft(pack, QINT4, on_progress))
 
 
 def test_a_dense_model_is_refused_before_anything_is_written(tmp_path: Path, cache: Path) -> None:

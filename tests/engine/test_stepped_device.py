@@ -19,7 +19,6 @@ NUM_LAYERS, NUM_EXPERTS = 3, 4
 LAYOUT = ExpertLayout(
     tuple(LayerLayout.of({"up_proj": torch.zeros(NUM_EXPERTS, 8, 8)}, False) for _ in range(NUM_LAYERS))
 )
-RECORD_OF = {expert: index for index, expert in enumerate(LAYOUT.experts())}
 
 
 class Bench:
@@ -45,7 +44,7 @@ class Bench:
         """Visit experts, all of which must have been enqueued, and check that their bytes are there."""
 
         def compute(expert: int, record: torch.Tensor) -> None:
-            assert record.unique().tolist() == [RECORD_OF[ExpertId(layer, expert)]]
+            assert record.unique().tolist() == [LAYOUT.record_index(ExpertId(layer, expert))]
 
         self.transfers.visit(layer, experts, compute)
 

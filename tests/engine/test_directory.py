@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.demo.directory import ensure_directory
+from engine.directory import ensure_directory
 
 
 def is_intact(directory: Path) -> bool:

@@ -6,7 +6,8 @@ builder; the operating system releases the lock of a builder that dies, and the 
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -21,6 +22,14 @@ def ensure_directory(
     """
     if is_intact(path):
         return
+    with only_writer(path, waiting):
+        if not is_intact(path):
+            _replace(path, build)
+
+
+@contextmanager
+def only_writer(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    """Within the block, no other process that asks this way writes `path`; `waiting` is called where one does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path.parent / f".{path.name}.lock")
     try:
@@ -29,8 +38,7 @@ def ensure_directory(
         waiting()
         lock.acquire()
     try:
-        if not is_intact(path):
-            _replace(path, build)
+        yield
     finally:
         lock.release()
 
