@@ -7,8 +7,8 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-ALIGNMENT_BYTES = 4096
-"""Direct I/O wants offsets, sizes and addresses in whole blocks."""
+from engine.direct_io import BLOCK_BYTES
+from engine.dtypes import dtype_name, torch_dtype
 
 TENSOR_ALIGNMENT_BYTES = 64
 
@@ -30,9 +30,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        dtype = getattr(torch, self.dtype)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
+        return torch_dtype(self.dtype)
 
     @property
     def num_bytes(self) -> int:
@@ -51,11 +49,20 @@ class LayerLayout(msgspec.Struct, frozen=True):
         offset = 0
         specs = []
         for name, parameter in parameters.items():
-            spec = TensorSpec(name, tuple(parameter.shape[1:]), str(parameter.dtype).removeprefix("torch."), offset)
+            spec = TensorSpec(name, tuple(parameter.shape[1:]), dtype_name(parameter.dtype), offset)
             specs.append(spec)
             offset = _round_up(offset + spec.num_bytes, TENSOR_ALIGNMENT_BYTES)
         (num_experts,) = {parameter.shape[0] for parameter in parameters.values()}
         return cls(num_experts, is_transposed, tuple(specs))
+
+    @property
+    def matrix_shapes(self) -> dict[str, torch.Size]:
+        """[out, in] of the projections by name; what else an expert has are biases."""
+        return {
+            spec.name: torch.Size(reversed(spec.shape) if self.is_transposed else spec.shape)
+            for spec in self.tensors
+            if not spec.name.endswith("_bias")
+        }
 
     @property
     def num_bytes(self) -> int:
@@ -68,8 +75,13 @@ class ExpertLayout(msgspec.Struct, frozen=True):
     layers: tuple[LayerLayout, ...]
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The type of the experts' weights."""
+        return self.layers[0].tensors[0].torch_dtype
+
+    @property
     def expert_bytes(self) -> int:
-        return _round_up(max(layer.num_bytes for layer in self.layers), ALIGNMENT_BYTES)
+        return _round_up(max(layer.num_bytes for layer in self.layers), BLOCK_BYTES)
 
     @property
     def num_experts(self) -> int:

@@ -1,19 +1,22 @@
 """Where the full-precision experts live while they are not on the device."""
 
-import logging
-import os
-from collections.abc import Callable
-from pathlib import Path
-from types import TracebackType
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Protocol, Self
 
 import torch
 
 from engine.device import DONE, Device, Event
-from engine.errors import PackError
 from engine.experts.layout import ExpertId, ExpertLayout
+from engine.experts.records import RecordFile
 
-logger = logging.getLogger(__name__)
+NUM_STAGING = 4
+"""Records that can be on their way from disk to the device at once."""
+
+
+NUM_LOADERS = 4
+"""Records that are read into host memory at once: some are on their way while others are checked."""
 
 
 class ExpertStore(Protocol):
@@ -22,99 +25,108 @@ class ExpertStore(Protocol):
     def fetch(self, expert: ExpertId, destination: torch.Tensor) -> Event:
         """Move the expert's record into `destination`, uint8 [expert_bytes] on the device.
 
-        May return before the bytes are there; the event is done when they are. Raises `OSError` where reading fails;
-        then the content of `destination` is undefined.
+        May return before the bytes are there; the event is done when they are. Raises `OSError` where reading fails
+        and `PackError` where what was read is damaged; then the content of `destination` is undefined.
         """
 
     def close(self) -> None:
-        """Release files and memory; no fetch may be running or follow."""
-
-
-class RecordFile:
-    """The file of all records, in the order of `ExpertLayout.experts()`; read past the page cache.
-
-    A cached read would make the slow tier look fast and use memory that the budget does not show. Where the file
-    system refuses direct I/O, each read drops what it left in the page cache.
-    """
-
-    def __init__(self, path: Path, layout: ExpertLayout) -> None:
-        self._layout = layout
-        self._expert_bytes = layout.expert_bytes
-        size, expected = path.stat().st_size, layout.num_experts * layout.expert_bytes
-        if size != expected:
-            raise PackError(
-                f"{path} has {size} bytes instead of {expected}; delete its directory to pack the model anew."
-            )
-        try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-            self._direct = True
-        except OSError:
-            self._fd = os.open(path, os.O_RDONLY)
-            self._direct = False
-            logger.warning("%s does not allow direct I/O; reading through the page cache and dropping it", path)
-
-    def read(self, expert: ExpertId, destination: torch.Tensor) -> None:
-        """Fill `destination`, uint8 [expert_bytes] in host memory and aligned to a page. Raises `OSError`."""
-        offset = self._layout.record_index(expert) * self._expert_bytes
-        buffer = destination.numpy().data
-        done = 0
-        while done < self._expert_bytes:
-            count = os.preadv(self._fd, [buffer[done:]], offset + done)
-            if count == 0:
-                raise OSError(f"expert {expert} ends after {done} of {self._expert_bytes} bytes")
-            done += count
-        if not self._direct:
-            os.posix_fadvise(self._fd, offset, self._expert_bytes, os.POSIX_FADV_DONTNEED)
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        """Release files and memory, once; every fetch has returned, its event is done, and none follows."""
 
 
 class DiskStore:
-    """Experts stay on disk and are read straight into their slots; for devices whose memory is host memory."""
+    """Experts stay on disk. Closes `records`.
 
-    def __init__(self, records: RecordFile) -> None:
+    Where the device's memory is host memory they are read straight into their slots. Elsewhere each goes through a row
+    of staging memory, which is read into again only when the copy out of it is done.
+    """
+
+    def __init__(self, records: RecordFile, device: Device) -> None:
         self._records = records
+        self._device = device
+        self._staging: torch.Tensor | None = None  # uint8 [NUM_STAGING, expert_bytes]
+        self._free_rows: SimpleQueue[tuple[int, Event]] = SimpleQueue()
+        """Rows that no fetch has, each with the event of the last copy out of it."""
+        if device.kind != "cpu":
+            self._staging = device.empty_host_bytes(NUM_STAGING, records.expert_bytes)
+            for row in range(NUM_STAGING):
+                self._free_rows.put((row, DONE))
 
     def fetch(self, expert: ExpertId, destination: torch.Tensor) -> Event:
-        self._records.read(expert, destination)
-        return DONE
+        if self._staging is None:
+            self._records.read(expert, destination)
+            return DONE
+        row, copied = self._free_rows.get()
+        try:
+            copied.synchronize()
+            self._records.read(expert, self._staging[row])
+            copied = self._device.copy(destination, self._staging[row])
+            return copied
+        finally:
+            self._free_rows.put((row, copied))
 
     def close(self) -> None:
         self._records.close()
+        if self._staging is not None:
+            self._device.release_host_bytes(self._staging)
+            self._staging = None
 
 
 class HostStore:
-    """Experts in host memory, `records` uint8 [num_experts, expert_bytes]; fetched over the device's copy queue."""
+    """The given experts in host memory, `records` uint8 [len(experts), expert_bytes]; fetched over the copy queue."""
 
-    def __init__(self, device: Device, layout: ExpertLayout, records: torch.Tensor) -> None:
+    def __init__(self, device: Device, experts: Sequence[ExpertId], records: torch.Tensor) -> None:
+        """`records` are from `device.empty_host_bytes`, and given back to it by `close`."""
         self._device = device
-        self._layout = layout
         self._records = records
+        self._rows = {expert: row for row, expert in enumerate(experts)}
 
     @classmethod
     def load(
-        cls, device: Device, layout: ExpertLayout, file: RecordFile, on_record: Callable[[int], None]
-    ) -> "HostStore":
-        """Read all records into (page-locked, on CUDA) memory; `on_record(count)` reports how many are there."""
-        records = device.empty_host_bytes(layout.num_experts, layout.expert_bytes)
-        for index, expert in enumerate(layout.experts()):
-            file.read(expert, records[index])
-            on_record(index + 1)
-        return cls(device, layout, records)
+        cls, device: Device, file: RecordFile, experts: Sequence[ExpertId], on_record: Callable[[int], None]
+    ) -> Self:
+        """Read the experts, at least one, into (page-locked, on CUDA) memory; `on_record(count)` reports how many.
+
+        Raises `InsufficientMemoryError`, `OSError` and `PackError`; then nothing stays allocated.
+        """
+        store = cls(device, experts, device.empty_host_bytes(len(experts), file.expert_bytes))
+        try:
+            with ThreadPoolExecutor(NUM_LOADERS, "load") as threads:
+                for count, _ in enumerate(threads.map(file.read, experts, store._records)):
+                    on_record(count + 1)
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    def __contains__(self, expert: ExpertId) -> bool:
+        return expert in self._rows
 
     def fetch(self, expert: ExpertId, destination: torch.Tensor) -> Event:
-        return self._device.copy(destination, self._records[self._layout.record_index(expert)])
+        return self._device.copy(destination, self._records[self._rows[expert]])
 
     def close(self) -> None:
-        self._records = self._records[:0]
+        self._device.release_host_bytes(self._records)
+        del self._records
+
+
+class TieredStore:
+    """Some experts in host memory, the others on disk. Closes both stores."""
+
+    def __init__(self, host: HostStore, disk: DiskStore) -> None:
+        self._host = host
+        self._disk = disk
+
+    def fetch(self, expert: ExpertId, destination: torch.Tensor) -> Event:
+        store = self._host if expert in self._host else self._disk
+        return store.fetch(expert, destination)
+
+    def close(self) -> None:
+        try:
+            self._host.close()
+        finally:
+            self._disk.close()
+
+
+def host_experts(layout: ExpertLayout, num_experts: int) -> list[ExpertId]:
+    """Which experts go to host memory where `num_experts` fit: evenly over layers, so that none is on disk alone."""
+    return sorted(layout.experts(), key=lambda expert: (expert.expert, expert.layer))[:num_experts]

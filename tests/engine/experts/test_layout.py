@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.direct_io import BLOCK_BYTES
 from engine.experts.layout import (
-    ALIGNMENT_BYTES,
     TENSOR_ALIGNMENT_BYTES,
     ExpertId,
     ExpertLayout,
@@ -44,9 +44,9 @@ def test_tensors_and_records_are_aligned_and_do_not_overlap(
     specs: list[tuple[int, dict[str, tuple[tuple[int, ...], torch.dtype]]]],
 ) -> None:
     layout = ExpertLayout(tuple(layer_layout(*spec) for spec in specs))
-    assert layout.expert_bytes % ALIGNMENT_BYTES == 0
+    assert layout.expert_bytes % BLOCK_BYTES == 0
     assert max(layer.num_bytes for layer in layout.layers) <= layout.expert_bytes
-    assert layout.expert_bytes - max(layer.num_bytes for layer in layout.layers) < ALIGNMENT_BYTES
+    assert layout.expert_bytes - max(layer.num_bytes for layer in layout.layers) < BLOCK_BYTES
     for layer in layout.layers:
         end = 0
         for spec in layer.tensors:
