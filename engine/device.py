@@ -6,6 +6,8 @@ queue moves experts and belongs to the transfer threads. They are ordered agains
 - a copy into a slot waits for the event that marks the slot's last use by compute (`copy_waits_for`);
 - compute waits for the event of the copy that filled the slot (`compute_waits_for`).
 
+What compute sends to the host (`to_host`) is read there after the event of that copy.
+
 On CUDA the queues are streams, so these calls return at once and the device does the waiting. On a CPU each thread is
 its own queue: work is done when the call returns, and waiting blocks the calling thread.
 """
@@ -13,17 +15,16 @@ its own queue: work is done when the call returns, and waiting blocks the callin
 import logging
 import mmap
 from abc import ABC, abstractmethod
-from pathlib import Path
-from typing import Literal, Protocol
+from contextlib import suppress
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
 from engine.config import DeviceName
-from engine.errors import ConfigError
+from engine.errors import ConfigError, InsufficientMemoryError
+from engine.host_memory import available_bytes
 
 logger = logging.getLogger(__name__)
-
-MEMINFO = Path("/proc/meminfo")
 
 
 class Event(Protocol):
@@ -43,21 +44,48 @@ class DoneEvent:
 DONE = DoneEvent()
 
 
+class HostCopy(NamedTuple):
+    """A copy of a device tensor on its way to host memory."""
+
+    destination: torch.Tensor
+    """Undefined until the event is done; take `tensor()`."""
+    arrived: Event
+
+    def tensor(self) -> torch.Tensor:
+        """The copy, in host memory; blocks the calling thread until its bytes are there."""
+        self.arrived.synchronize()
+        return self.destination
+
+
 class Device(ABC):
     kind: Literal["cpu", "cuda"]
     torch_device: torch.device
 
     @abstractmethod
     def empty_bytes(self, num_rows: int, row_bytes: int) -> torch.Tensor:
-        """Uninitialised uint8 tensor [num_rows, row_bytes] on the device, its start aligned to a page."""
+        """Uninitialised uint8 tensor [num_rows, row_bytes] on the device; in host memory, its start aligned to a page."""
 
     @abstractmethod
     def empty_host_bytes(self, num_rows: int, row_bytes: int) -> torch.Tensor:
-        """Uninitialised uint8 tensor [num_rows, row_bytes] in the host memory that `copy` likes best; page-aligned."""
+        """Uninitialised uint8 tensor [num_rows, row_bytes] in the host memory that `copy` likes best; page-aligned.
+
+        Whoever asks for it gives it back with `release_host_bytes`. Raises `InsufficientMemoryError`.
+        """
+
+    @abstractmethod
+    def release_host_bytes(self, host_bytes: torch.Tensor) -> None:
+        """Give back a tensor of `empty_host_bytes`, out of which no copy may be running; then drop all views of it."""
 
     @abstractmethod
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> Event:
         """Enqueue a copy from host memory on the copy queue; the event is done when the bytes have arrived."""
+
+    @abstractmethod
+    def to_host(self, source: torch.Tensor) -> HostCopy:
+        """Enqueue a copy of a small tensor of the device on the compute queue, behind what computes it.
+
+        On a CPU it is the tensor itself.
+        """
 
     @abstractmethod
     def copy_waits_for(self, event: Event) -> None:
@@ -90,9 +118,15 @@ class CpuDevice(Device):
     def empty_host_bytes(self, num_rows: int, row_bytes: int) -> torch.Tensor:
         return empty_pages(num_rows, row_bytes)
 
+    def release_host_bytes(self, host_bytes: torch.Tensor) -> None:
+        return
+
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> Event:
         destination.copy_(source)
         return DONE
+
+    def to_host(self, source: torch.Tensor) -> HostCopy:
+        return HostCopy(source, DONE)
 
     def copy_waits_for(self, event: Event) -> None:
         event.synchronize()
@@ -104,9 +138,7 @@ class CpuDevice(Device):
         return DONE
 
     def free_bytes(self) -> int:
-        # Not the free pages (SC_AVPHYS_PAGES): those leave out the page cache, which the kernel gives back on demand.
-        fields = dict(line.split(":") for line in MEMINFO.read_text().splitlines())
-        return int(fields["MemAvailable"].removesuffix("kB")) * 1024
+        return available_bytes()
 
     def describe(self) -> str:
         return f"CPU ({torch.get_num_threads()} threads)"
@@ -118,6 +150,8 @@ class CudaDevice(Device):
     def __init__(self, index: int = 0) -> None:
         self.torch_device = torch.device("cuda", index)
         self._copy_stream = torch.cuda.Stream(self.torch_device)
+        self._registered: dict[int, torch.Tensor] = {}
+        """Page-locked memory by its address; held here, as a mapping must not go away while it is registered."""
 
     def empty_bytes(self, num_rows: int, row_bytes: int) -> torch.Tensor:
         return torch.empty(num_rows, row_bytes, dtype=torch.uint8, device=self.torch_device)
@@ -125,19 +159,32 @@ class CudaDevice(Device):
     def empty_host_bytes(self, num_rows: int, row_bytes: int) -> torch.Tensor:
         pages = empty_pages(num_rows, row_bytes)
         # Registering in place page-locks just these bytes; `pin_memory` would round them up to a power of two.
-        if torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), pages.nbytes, 0) != 0:
+        if torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), pages.nbytes, 0) == 0:
+            self._registered[pages.data_ptr()] = pages
+        else:
+            self._discard_error()
             logger.warning(
-                "%d bytes of host memory could not be page-locked, so transfers will be slow; raise the limit "
-                "on locked memory (ulimit -l unlimited)",
+                "%d bytes of host memory could not be page-locked, so copies from there to the GPU will be slower; "
+                "raise the limit on locked memory (ulimit -l unlimited, or docker run --ulimit memlock=-1)",
                 pages.nbytes,
             )
         return pages
+
+    def release_host_bytes(self, host_bytes: torch.Tensor) -> None:
+        if self._registered.pop(host_bytes.data_ptr(), None) is not None:
+            torch.cuda.cudart().cudaHostUnregister(host_bytes.data_ptr())
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> Event:
         with torch.cuda.stream(self._copy_stream):
             destination.copy_(source, non_blocking=True)
         event: Event = self._copy_stream.record_event()
         return event
+
+    def to_host(self, source: torch.Tensor) -> HostCopy:
+        # torch keeps page-locked memory that was let go, and gives it out again only once the copies into it are done.
+        destination = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        destination.copy_(source, non_blocking=True)
+        return HostCopy(destination, self.record_compute())
 
     def copy_waits_for(self, event: Event) -> None:
         self._wait(self._copy_stream, event)
@@ -155,6 +202,11 @@ class CudaDevice(Device):
     def describe(self) -> str:
         return torch.cuda.get_device_name(self.torch_device)
 
+    def _discard_error(self) -> None:
+        """Forget the thread's last CUDA error, which is known already; else the next kernel launch would raise it."""
+        with suppress(RuntimeError):
+            torch.zeros(1, device=self.torch_device).add_(1)
+
     @staticmethod
     def _wait(stream: torch.cuda.Stream, event: Event) -> None:
         if isinstance(event, torch.cuda.Event):
@@ -164,10 +216,24 @@ class CudaDevice(Device):
 
 
 def empty_pages(num_rows: int, row_bytes: int) -> torch.Tensor:
-    """uint8 [num_rows, row_bytes] in host memory, zeroed, its start aligned to a page."""
-    # torch aligns to 64 bytes; direct I/O needs whole pages. The tensor keeps the mapping alive.
-    pages = mmap.mmap(-1, max(num_rows * row_bytes, mmap.PAGESIZE))
-    return torch.frombuffer(pages, dtype=torch.uint8, count=num_rows * row_bytes).view(num_rows, row_bytes)
+    """uint8 [num_rows, row_bytes] in host memory, zeroed, its start aligned to a page.
+
+    Raises `InsufficientMemoryError` where the operating system refuses as much at once.
+    """
+    num_bytes = num_rows * row_bytes
+    try:
+        # torch aligns to 64 bytes; direct I/O needs whole pages. The tensor keeps the mapping alive.
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise InsufficientMemoryError(
+            f"{num_bytes / 1e6:.0f} MB of host memory cannot be had at once ({error.strerror}); "
+            "lower --device-memory or --host-memory, or free some."
+        ) from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # Fewer pages to fault in, to lock and to look up; a kernel without huge pages says EINVAL.
+        with suppress(OSError):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes).view(num_rows, row_bytes)
 
 
 def open_device(name: DeviceName) -> Device:

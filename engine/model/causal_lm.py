@@ -12,8 +12,15 @@ from engine.model.kv_cache import KvCache
 class CausalLM:
     """Runs the model for one sequence, with the implementation of the experts that the caller brings."""
 
-    def __init__(self, model: PreTrainedModel, experts_modules: Sequence[ExpertsModule]) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        experts_modules: Sequence[ExpertsModule],
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Keys and values are stored in `kv_dtype`, or as they are computed where it is None."""
         self._model = model
+        self._kv_dtype = kv_dtype
         self._device = next(parameter.device for parameter in model.parameters() if not parameter.is_meta)
         self._dispatch = ExpertsDispatch(experts_modules)
 
@@ -33,7 +40,7 @@ class CausalLM:
         return sum(parameter.numel() for parameter in self._model.parameters() if not parameter.is_meta)
 
     def new_cache(self, max_tokens: int) -> KvCache:
-        return KvCache(self.config, max_tokens)
+        return KvCache(self.config, max_tokens, self._kv_dtype)
 
     @torch.inference_mode()
     def forward(

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from engine.device import Device, HostCopy
 from engine.experts.planner import LookaheadBuffer, Routes
 from engine.experts.transfer import ExpertTransfers
 from engine.kernels.quantized_linear import QuantizedLinear
@@ -23,11 +24,26 @@ class QuantizedLayer(NamedTuple):
     """[E, out] by the name of the bias; empty where the experts have none."""
 
 
+class PendingRoutes(NamedTuple):
+    """The routes of one pass on their way to the host."""
+
+    shapes: Sequence[torch.Size]
+    """(T, K) per layer."""
+    copy: HostCopy
+    """The layers one after the other, [L * T * K], whatever their K: one copy per pass."""
+
+    def read(self) -> Routes:
+        """Blocks the calling thread until they have arrived, that is until the pass is over."""
+        layers = self.copy.tensor().split([shape.numel() for shape in self.shapes])
+        return [experts.view(shape) for experts, shape in zip(layers, self.shapes, strict=True)]
+
+
 class QuantizedExperts:
     """Experts implementation of the draft. Records the routes of each pass until they are taken."""
 
-    def __init__(self, layers: Sequence[QuantizedLayer]) -> None:
+    def __init__(self, layers: Sequence[QuantizedLayer], device: Device) -> None:
         self.layers = layers
+        self._device = device
         self._routes: list[torch.Tensor] = []
 
     @property
@@ -60,10 +76,11 @@ class QuantizedExperts:
             routed.compute(expert, partial(expert_forward, module, partial(linear, expert)))
         return routed.combine(top_k_weights)
 
-    def take_routes(self) -> Routes:
-        """The routes [T, K] per layer of the pass since the last call, on the host."""
+    def take_routes(self) -> PendingRoutes:
+        """The routes of the pass since the last call, which begin their way to the host. Returns at once."""
         routes, self._routes = self._routes, []
-        return [experts.cpu() for experts in routes]
+        flat = torch.cat([experts.flatten() for experts in routes])
+        return PendingRoutes([experts.shape for experts in routes], self._device.to_host(flat))
 
 
 class Draft(NamedTuple):
@@ -104,12 +121,15 @@ class Drafter:
         with self._clock.phase("draft"):
             for _ in range(num_passes):
                 logits = self._model.forward([token_id], cache, self._experts)
-                with self._clock.phase("plan"):
-                    lookahead.add(self._experts.take_routes())
-                    self._transfers.plan(lookahead.predicted())
+                pending = self._experts.take_routes()
                 if len(draft.token_ids) < num_tokens:
                     token_id, probs = choose(logits[-1])
                     draft.token_ids.append(token_id)
                     draft.probs.append(probs)
+                # Only now: choosing has waited for the pass anyway, and the routes have arrived meanwhile.
+                routes = pending.read()
+                with self._clock.phase("plan"):
+                    lookahead.add(routes)
+                    self._transfers.plan(lookahead.predicted())
             cache.drop(num_passes)
         return draft

@@ -2,7 +2,7 @@
 
 Like CUDA it has two queues. Copies really happen when the copy queue gets to them; until then a slot holds what it
 held before. Compute is done by torch at once, but its events stay open, so the slots that it read count as in use until
-then.
+then, and what it sends to the host is -1 there until then.
 Whoever waits for an event drives the device until the event is done, in an order that a seed chooses.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from engine.device import Device, Event, empty_pages
+from engine.device import Device, Event, HostCopy, empty_pages
 
 
 class SteppedEvent:
@@ -25,6 +25,8 @@ class SteppedEvent:
         """What the copy before the event fills; None for events of compute."""
         self.reads: list[int] = []
         """Addresses of the slots that the compute before the event read."""
+        self.to_host: Copy | None = None
+        """What else happens when the compute queue gets to the event."""
         self.is_done = False
 
     def synchronize(self) -> None:
@@ -50,6 +52,8 @@ class SteppedDevice(Device):
     computes: deque[SteppedEvent] = field(default_factory=deque)
     """The compute queue's open events."""
     log: list[str] = field(default_factory=list)
+    registered: dict[int, int] = field(default_factory=dict)
+    """Bytes of host memory that has not been released, by its address."""
 
     def __post_init__(self) -> None:
         self._lock = threading.RLock()
@@ -60,13 +64,28 @@ class SteppedDevice(Device):
         return empty_pages(num_rows, row_bytes).fill_(0xFF)  # NaN in every type
 
     def empty_host_bytes(self, num_rows: int, row_bytes: int) -> torch.Tensor:
-        return empty_pages(num_rows, row_bytes)
+        pages = empty_pages(num_rows, row_bytes)
+        self.registered[pages.data_ptr()] = pages.nbytes
+        return pages
+
+    def release_host_bytes(self, host_bytes: torch.Tensor) -> None:
+        with self._lock:
+            sources = [copy.source.untyped_storage().data_ptr() for copy in self.copies if isinstance(copy, Copy)]
+            assert host_bytes.data_ptr() not in sources, "host memory was released before the copies out of it"
+            del self.registered[host_bytes.data_ptr()]
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> Event:
         with self._lock:
             event = SteppedEvent(self, destination)
             self.copies.append(Copy(destination, source, event))
             return event
+
+    def to_host(self, source: torch.Tensor) -> HostCopy:
+        with self._lock:
+            event = SteppedEvent(self)
+            event.to_host = Copy(torch.full_like(source, -1), source.clone(), event)
+            self.computes.append(event)
+            return HostCopy(event.to_host.destination, event)
 
     def copy_waits_for(self, event: Event) -> None:
         if isinstance(event, SteppedEvent):
@@ -117,7 +136,10 @@ class SteppedDevice(Device):
         with self._lock:
             if not self.computes:
                 return False
-            self.computes.popleft().is_done = True
+            event = self.computes.popleft()
+            if event.to_host is not None:
+                event.to_host.destination.copy_(event.to_host.source)
+            event.is_done = True
             return True
 
     def drive_until(self, event: SteppedEvent) -> None:
