@@ -12,7 +12,7 @@ import socket
 import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
-from typing import Literal
+from typing import TypeVar
 
 import msgspec
 
@@ -25,18 +25,24 @@ from engine.protocol import (
     Abort,
     Capabilities,
     Loading,
+    Located,
+    ModelPlan,
     OnProgress,
     Ping,
+    Planned,
     Prefill,
     Prepared,
     Ready,
     Shutdown,
     Submit,
+    Task,
     ToEngine,
     Tokens,
     decode_to_server,
     encode,
 )
+
+Answer = TypeVar("Answer", Located, Ready, Prepared, Planned)
 
 TERMINATE_SECONDS = 2.0
 """How long `close` waits after SIGTERM before it kills."""
@@ -48,8 +54,13 @@ class EngineClient:
     """A running engine process. Mutable; belongs to one event loop; `close` must be awaited in the end."""
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, process: asyncio.subprocess.Process
+        self,
+        task: Task,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        process: asyncio.subprocess.Process,
     ) -> None:
+        self._task = task
         self._reader = reader
         self._writer = writer
         self._process = process
@@ -59,15 +70,11 @@ class EngineClient:
         self._supervisor = asyncio.create_task(self._supervise())
 
     @classmethod
-    async def start(
-        cls,
-        config: EngineConfig,
-        task: Literal["serve", "prepare"] = "serve",
-        command: Sequence[str] | None = None,
-    ) -> "EngineClient":
+    async def start(cls, config: EngineConfig, task: Task, command: Sequence[str] | None = None) -> "EngineClient":
         """Start the engine process; `command` replaces `python -m engine.process` and gets the same arguments.
 
-        The process has its own session, so that Ctrl-C in a terminal reaches the server only.
+        The task "pack" takes a `PackConfig`. The process has its own session, so that Ctrl-C in a terminal reaches the
+        server only.
         """
         command = command or (sys.executable, "-m", "engine.process")
         parent, child = socket.socketpair()
@@ -86,7 +93,7 @@ class EngineClient:
             except BaseException:
                 writer.close()
                 raise
-        return cls(reader, writer, process)
+        return cls(task, reader, writer, process)
 
     @property
     def pid(self) -> int:
@@ -102,29 +109,39 @@ class EngineClient:
         """Why the engine died; None while it lives."""
         return self._mailbox.error
 
+    async def wait_located(self, on_progress: OnProgress) -> str:
+        """Wait for the directory of the model that is going to be served; to be called before `wait_ready`, or not.
+
+        This and the other waits for the task's answers raise the error that the task failed with.
+        """
+        return (await self._wait_for(Located, on_progress)).model_path
+
     async def wait_ready(self, on_progress: OnProgress) -> Capabilities:
-        """Wait until the model is loaded; raises the error that start-up failed with."""
-        message = await self._started(on_progress)
-        if not isinstance(message, Ready):
-            raise EngineDiedError(f"The engine answered the task 'serve' with {type(message).__name__}.")
-        return message.capabilities
+        """Wait until the model is loaded."""
+        return (await self._wait_for(Ready, on_progress)).capabilities
 
     async def wait_prepared(self, on_progress: OnProgress) -> str:
-        """Wait until the model is in the cache directory and return its path; raises what preparing failed with."""
-        message = await self._started(on_progress)
-        if not isinstance(message, Prepared):
-            raise EngineDiedError(f"The engine answered the task 'prepare' with {type(message).__name__}.")
-        return message.model_path
+        """Wait until the model has been prepared or packed, and return its directory, or its pack's."""
+        return (await self._wait_for(Prepared, on_progress)).model_path
 
-    async def _started(self, on_progress: OnProgress) -> Ready | Prepared:
+    async def wait_planned(self, on_progress: OnProgress) -> ModelPlan:
+        return (await self._wait_for(Planned, on_progress)).plan
+
+    async def _wait_for(self, kind: type[Answer], on_progress: OnProgress) -> Answer:
         while True:
             message = await self._mailbox.startup.get()
+            if isinstance(message, kind):
+                return message
             if isinstance(message, SpecterError):
                 self._mailbox.startup.put_nowait(message)
                 raise message
-            if not isinstance(message, Loading):
-                return message
-            on_progress(message)
+            if isinstance(message, Loading):
+                on_progress(message)
+            elif not isinstance(message, Located):
+                answer = type(message).__name__
+                raise EngineDiedError(
+                    f"The engine answered the task {self._task!r} with {answer}, not {kind.__name__}."
+                )
 
     async def generate(self, submit: Submit) -> AsyncGenerator[GenerationEvent, None]:
         """Submit a request and yield its messages, `Finished` last.

@@ -8,8 +8,21 @@ import asyncio
 
 from engine import errors
 from engine.errors import EngineDiedError, RequestError, RequestFailedError, SpecterError
-from engine.protocol import Failed, Finished, Loading, Pong, Prefill, Prepared, Ready, Tokens, ToServer
+from engine.protocol import (
+    Failed,
+    Finished,
+    Loading,
+    Located,
+    Planned,
+    Pong,
+    Prefill,
+    Prepared,
+    Ready,
+    Tokens,
+    ToServer,
+)
 
+StartupEvent = Loading | Located | Ready | Prepared | Planned
 GenerationEvent = Prefill | Tokens | Finished
 
 
@@ -17,7 +30,7 @@ class Mailbox:
     """Mutable; belongs to one event loop."""
 
     def __init__(self) -> None:
-        self.startup: asyncio.Queue[Loading | Ready | Prepared | SpecterError] = asyncio.Queue()
+        self.startup: asyncio.Queue[StartupEvent | SpecterError] = asyncio.Queue()
         self.requests: dict[str, asyncio.Queue[GenerationEvent | SpecterError]] = {}
         self.pings: dict[int, asyncio.Future[None]] = {}
         self.error: EngineDiedError | None = None
@@ -25,7 +38,7 @@ class Mailbox:
 
     def deliver(self, message: ToServer) -> None:
         match message:
-            case Loading() | Ready() | Prepared():
+            case Loading() | Located() | Ready() | Prepared() | Planned():
                 self.startup.put_nowait(message)
             case Prefill() | Tokens() | Finished():
                 self._answer(message.request_id, message)

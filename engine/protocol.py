@@ -8,9 +8,14 @@ messages arrive in the order in which they were sent; for one request the engine
 
 and nothing after it. An `Abort` for a request that is unknown or already over does nothing.
 
-The engine process is started as `python -m engine.process FD TASK CONFIG`: the number of the inherited socket, "serve"
-or "prepare" (fetch or build the model, then end), and an `EngineConfig` as JSON. It first sends `Loading` any number of
-times, then `Ready` (or `Prepared`), or `Failed` without a request id.
+The engine process is started as `python -m engine.process FD TASK CONFIG`: the number of the inherited socket, a
+`Task`, and an `EngineConfig` (for "pack" a `PackConfig`) as JSON. It sends `Loading` any number of times, and in the
+end the task's answer, or `Failed` without a request id:
+
+    serve    Located as soon as the model's directory is known; Ready; and then serves until `Shutdown`
+    prepare  Prepared: the model has been fetched or built
+    pack     Prepared: the model has been packed, with its draft
+    plan     Planned: where everything would go, told without loading weights
 """
 
 import struct
@@ -22,7 +27,9 @@ import msgspec
 HEADER = struct.Struct(">I")
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 
+Task = Literal["serve", "prepare", "pack", "plan"]
 FinishReason = Literal["stop", "length", "abort"]
+Tier = Literal["device", "host", "disk"]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -73,27 +80,77 @@ class MemoryRow(msgspec.Struct, frozen=True):
     """One line of the memory table: what lies in which tier."""
 
     part: str
-    tier: Literal["device", "host", "disk"]
+    tier: Tier
     num_bytes: int
     note: str = ""
+
+
+class Forecast(msgspec.Struct, frozen=True):
+    """Expert bytes that an output token is expected to move (see `engine.forecast` for what is assumed)."""
+
+    draft_length: int
+    """0: plain decoding, with the draft's memory given to slots."""
+    num_slots: int
+    host_bytes_per_token: float
+    """From host memory to the device."""
+    disk_bytes_per_token: float
+    """From disk; on a GPU these cross the link from host memory too."""
+
+    def floor_seconds(self, bandwidths: "dict[Tier, float]") -> float | None:
+        """Time per output token below which the links cannot go; `bandwidths` in bytes per second out of each tier.
+
+        None where the bandwidth of a tier that is read from is not known.
+        """
+        needed: dict[Tier, float] = {"host": self.host_bytes_per_token, "disk": self.disk_bytes_per_token}
+        if any(num_bytes and not bandwidths.get(tier) for tier, num_bytes in needed.items()):
+            return None
+        # The tiers are read side by side.
+        return max((num_bytes / bandwidths[tier] for tier, num_bytes in needed.items() if num_bytes), default=0.0)
+
+
+class ModelPlan(msgspec.Struct, frozen=True):
+    """Where every part of a model goes, in bytes, and what that costs; the same before the load and after it."""
+
+    model: str
+    device: str
+    """For people, such as "CPU (2 threads)"."""
+    memory: list[MemoryRow]
+    budget_bytes: dict[Tier, int]
+    """What may be used of a tier; tiers without a budget are absent."""
+    shortages: dict[Tier, int]
+    """Bytes by which a tier is too small; empty where the model fits."""
+    remedies: list[str]
+    """Settings each of which would make the model fit; empty where it does."""
+    num_experts: int
+    expert_bytes: int
+    num_slots: int
+    num_host_experts: int
+    """Experts that are read from host memory; the others are read from disk."""
+    max_model_len: int
+    kv_bytes_per_token: int
+    bandwidths: dict[Tier, float]
+    """Measured, bytes per second out of a tier; absent where there was nothing to measure."""
+    forecasts: list[Forecast]
+    decisions: list[str]
+    """What was decided and why, one sentence each."""
+
+    @property
+    def fits(self) -> bool:
+        return not self.shortages
+
+    def tier_bytes(self, tier: Tier) -> int:
+        return sum(row.num_bytes for row in self.memory if row.tier == tier)
 
 
 class Capabilities(msgspec.Struct, frozen=True):
     """What the loaded model and engine can do; fixed for the life of the engine."""
 
-    model_path: str
-    """Local directory with the tokenizer and configuration."""
-    max_model_len: int
     vocab_size: int
     eos_token_ids: list[int]
-    num_experts: int
-    num_slots: int
-    expert_bytes: int
     draft_length: int
-    memory: list[MemoryRow]
-    device_memory_bytes: int
-    decisions: list[str]
-    """What start-up decided and why, one sentence each."""
+    plan: ModelPlan
+    startup_seconds: dict[str, float]
+    """How long each stage of the start took, in order."""
 
 
 class CycleStats(msgspec.Struct, frozen=True):
@@ -134,14 +191,27 @@ class Loading(Message, frozen=True):
     unit: Literal["bytes", "items"] = "items"
 
 
+class Located(Message, frozen=True):
+    """Where the model's tokenizer and configuration are; sent before any long work on its weights."""
+
+    model_path: str
+
+
 class Ready(Message, frozen=True):
     capabilities: Capabilities
 
 
 class Prepared(Message, frozen=True):
-    """Answer to the task "prepare": the model is in the cache directory; the process is about to end."""
+    """Answer to the tasks "prepare" and "pack"; the process is about to end."""
 
     model_path: str
+    """The directory of the model, or of its pack."""
+
+
+class Planned(Message, frozen=True):
+    """Answer to the task "plan"; the process is about to end."""
+
+    plan: ModelPlan
 
 
 class Prefill(Message, frozen=True):
@@ -180,7 +250,7 @@ class Pong(Message, frozen=True):
 OnProgress = Callable[[Loading], None]
 """Whoever does long work reports it through one of these."""
 
-ToServer = Loading | Ready | Prepared | Prefill | Tokens | Finished | Failed | Pong
+ToServer = Loading | Located | Ready | Prepared | Planned | Prefill | Tokens | Finished | Failed | Pong
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

@@ -1,6 +1,10 @@
 """The server process: text, chat templates, HTTP and metrics. It never touches a tensor or a device."""
 
+import time
 from importlib.metadata import PackageNotFoundError, version
+
+STARTED_SECONDS = time.monotonic()
+"""When the process began, but for the interpreter's own start."""
 
 try:
     __version__ = version("specter")

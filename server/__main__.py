@@ -6,12 +6,15 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from engine.config import DEMO_MODEL, EngineConfig
+from engine.client import EngineClient
+from engine.config import DEMO_MODEL, PackConfig
 from engine.errors import ConfigError, SpecterError
+from engine.protocol import Tier
 from server.cli import parse_args
 from server.logs import set_up_logging
 from server.settings import Settings, load_settings, unknown_environment
 
+DOES_NOT_FIT = 1
 INTERRUPTED = 130
 
 
@@ -20,8 +23,11 @@ def main(argv: Sequence[str] | None = None, engine_command: Sequence[str] | None
     try:
         args = parse_args(sys.argv[1:] if argv is None else argv)
         settings = _settings(args)
-        if args.command == "demo":
-            return _demo(settings.engine_config(), engine_command)
+        match args.command:
+            case "plan":
+                return _plan(args, settings, engine_command)
+            case "pack" | "demo":
+                return _prepare(args, settings, engine_command)
         return _serve(settings, engine_command)
     except SpecterError as error:
         print(f"specter: error: {error}", file=sys.stderr)
@@ -43,18 +49,41 @@ def _settings(args: argparse.Namespace) -> Settings:
 
 def _serve(settings: Settings, engine_command: Sequence[str] | None) -> int:
     from server.listener import listen
+    from server.serve import serve
 
     with listen(settings.host, settings.port) as listener:
-        from server.lifecycle import serve
-
         return asyncio.run(serve(settings, listener, engine_command))
 
 
-def _demo(config: EngineConfig, engine_command: Sequence[str] | None) -> int:
-    from server.prepare import prepare
+def _prepare(args: argparse.Namespace, settings: Settings, engine_command: Sequence[str] | None) -> int:
+    """Print the directory of what the engine process has made."""
+    from server.task import run_task
 
-    print(asyncio.run(prepare(config, engine_command)))
+    config = settings.engine_config()
+    if args.command == "demo":
+        work = run_task("prepare", config, EngineClient.wait_prepared, engine_command)
+    else:
+        config = PackConfig.model_validate({**dict(config), "out": args.out})
+        work = run_task("pack", config, EngineClient.wait_prepared, engine_command)
+    print(asyncio.run(work))
     return 0
+
+
+def _plan(args: argparse.Namespace, settings: Settings, engine_command: Sequence[str] | None) -> int:
+    from rich.console import Console
+
+    from server.plan import plan_json, print_plan, with_bandwidths
+    from server.task import run_task
+
+    rates: dict[Tier, float | None] = {"host": args.link_bandwidth, "disk": args.disk_bandwidth}
+    given = {tier: rate for tier, rate in rates.items() if rate is not None}
+    work = run_task("plan", settings.engine_config(), EngineClient.wait_planned, engine_command)
+    plan = with_bandwidths(asyncio.run(work), given)
+    if args.json:
+        print(plan_json(plan))
+    else:
+        print_plan(plan, Console(), given)
+    return 0 if plan.fits else DOES_NOT_FIT
 
 
 if __name__ == "__main__":

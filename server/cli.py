@@ -3,22 +3,76 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin
+from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin
 
-from pydantic import ByteSize
+from pydantic import ByteSize, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, PackConfig
 from engine.errors import ConfigError
 from server import __version__
 from server.settings import ENV_PREFIX, Settings, did_you_mean
 
 PRECEDENCE = (
-    f"Every option can also be set in the environment ({ENV_PREFIX}DEVICE_MEMORY=2GB) or in the YAML file "
+    f"Every setting can also be given in the environment ({ENV_PREFIX}DEVICE_MEMORY=2GB) or in the YAML file "
     "(device_memory: 2GB); flags win over the environment, and that over the file."
 )
-COMMANDS = {"serve": tuple(Settings.model_fields), "demo": ("cache",)}
-"""The settings that each command takes as flags."""
+
+
+class Command(NamedTuple):
+    help: str
+    description: str
+    settings: tuple[str, ...]
+    """The settings that it takes as flags."""
+    options: tuple[str, ...] = ()
+    """The flags that it takes besides."""
+
+
+COMMANDS = {
+    "serve": Command("serve a model over HTTP", "Serve a model.", tuple(Settings.model_fields)),
+    "plan": Command(
+        "print where a model would go, and how fast it could be there",
+        "Print where everything would go and what that costs, without loading weights. The exit code is 0 where the "
+        "model fits and 1 where it does not.",
+        tuple(EngineConfig.model_fields),
+        ("--link-bandwidth", "--disk-bandwidth", "--json"),
+    ),
+    "pack": Command(
+        "pack a model ahead of its first start, and print where the pack is",
+        "Write the packed form of a model, with its draft, unless it is there, and print its directory.",
+        ("model", "cache", "draft", "draft_weights", "draft_group_size"),
+        ("--out",),
+    ),
+    "demo": Command(
+        "build the demo model and print where it is",
+        "Build the demo model in the cache directory, unless it is there, and print its path.",
+        ("cache",),
+    ),
+}
+
+
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    """The command, the configuration file, the command's options, and the settings that were given as flags."""
+    args, unknown = _parser().parse_known_args(argv)
+    if unknown:
+        raise ConfigError(_unknown(unknown, args.command))
+    if args.command is None:
+        *most, last = COMMANDS
+        raise ConfigError(f"Name a command: {', '.join(most)} or {last}. See 'specter --help'.")
+    return args
+
+
+def _unknown(words: Sequence[str], name: str | None) -> str:
+    # A value after an unknown flag looks like an argument, so the flags are the better suspects.
+    word = next((word for word in words if word.startswith("-")), words[0]).partition("=")[0]
+    kind = "option" if word.startswith("-") else "argument"
+    prog, known = "specter", ["--version"]
+    if name is not None:
+        command = COMMANDS[name]
+        prog, known = f"specter {name}", ["--config", *map(_flag, command.settings), *command.options]
+        if word == "--model" and "model" in command.settings:
+            return f"The model is an argument, not an option: {prog} MODEL."
+    return f"Unknown {kind} {word}.{did_you_mean(word, known)} See '{prog} --help'."
 
 
 class Parser(argparse.ArgumentParser):
@@ -26,24 +80,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message[0].upper()}{message[1:]}. See '{self.prog} --help'.")
-
-
-def parse_args(argv: Sequence[str]) -> argparse.Namespace:
-    """The command, the configuration file, and, under their names, the settings that were given as flags."""
-    parser = _parser()
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        # A value after an unknown flag looks like an argument, so the flags are the better suspects.
-        word = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
-        if word == "--model" and args.command == "serve":
-            raise ConfigError("The model is an argument, not an option: specter serve MODEL.")
-        kind = "option" if word.startswith("-") else "argument"
-        known = ["--config", *map(_flag, COMMANDS.get(args.command, ()))]
-        prog = f"specter {args.command}" if args.command else "specter"
-        raise ConfigError(f"Unknown {kind} {word}.{did_you_mean(word, known)} See '{prog} --help'.")
-    if args.command is None:
-        raise ConfigError(f"Name a command: {' or '.join(COMMANDS)}. See 'specter --help'.")
-    return args
 
 
 def _parser() -> Parser:
@@ -54,31 +90,49 @@ def _parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"specter {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-
-    serve = commands.add_parser(
-        "serve", help="serve a model over HTTP", description="Serve a model.", epilog=PRECEDENCE, allow_abbrev=False
-    )
-    _add_config(serve)
-    engine_options = serve.add_argument_group("model and engine")
-    server_options = serve.add_argument_group("server")
-    for name in COMMANDS["serve"]:
-        group = engine_options if name in EngineConfig.model_fields else server_options
-        _add_setting(group, name, Settings.model_fields[name])
-
-    demo = commands.add_parser(
-        "demo",
-        help="build the demo model and print where it is",
-        description="Build the demo model in the cache directory, unless it is there, and print its path.",
-        allow_abbrev=False,
-    )
-    _add_config(demo)
-    for name in COMMANDS["demo"]:
-        _add_setting(demo, name, Settings.model_fields[name])
+    for name, command in COMMANDS.items():
+        subparser = commands.add_parser(
+            name, help=command.help, description=command.description, epilog=PRECEDENCE, allow_abbrev=False
+        )
+        _add_command(subparser, command)
     return parser
 
 
-def _add_config(parser: argparse.ArgumentParser) -> None:
+def _add_command(parser: argparse.ArgumentParser, command: Command) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with settings.")
+    for flag in command.options:
+        parser.add_argument(flag, **_OPTIONS[flag])
+    engine_options = parser.add_argument_group("model and engine")
+    server_options = parser.add_argument_group("server")
+    for name in command.settings:
+        group = engine_options if name in EngineConfig.model_fields else server_options
+        _add_setting(group, name, Settings.model_fields[name])
+
+
+def _rate(text: str) -> float:
+    try:
+        num_bytes = TypeAdapter(ByteSize).validate_python(text.removesuffix("/s"))
+    except ValidationError:
+        num_bytes = ByteSize(0)
+    if not num_bytes:
+        raise argparse.ArgumentTypeError(f"{text!r} is no bandwidth; write bytes per second such as 25GB or 1.5GiB")
+    return float(num_bytes)
+
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "--out": {"type": Path, "metavar": "DIRECTORY", "help": PackConfig.model_fields["out"].description},
+    "--link-bandwidth": {
+        "type": _rate,
+        "metavar": "RATE",
+        "help": "Bytes per second from host memory to the device, such as 25GB; by default as measured here.",
+    },
+    "--disk-bandwidth": {
+        "type": _rate,
+        "metavar": "RATE",
+        "help": "Bytes per second from the disk, such as 1.5GiB; by default as measured here.",
+    },
+    "--json": {"action": "store_true", "help": "Print the plan as JSON, with sizes in bytes and times in seconds."},
+}
 
 
 def _add_setting(group: argparse._ActionsContainer, name: str, field: FieldInfo) -> None:

@@ -128,7 +128,7 @@ class Generator:
         self._metrics = metrics
         self._vocab_size = capabilities.vocab_size
         self._eos_token_ids = frozenset(capabilities.eos_token_ids)
-        self.max_model_len = capabilities.max_model_len
+        self.max_model_len = capabilities.plan.max_model_len
         self.default_sampling = default_sampling
 
     async def chat(

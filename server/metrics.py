@@ -1,10 +1,11 @@
 """Prometheus metrics: raw counters of the engine and times of the server, under vLLM's names with our prefix."""
 
 from collections.abc import Callable, Sequence
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
-from engine.protocol import Capabilities, CycleStats
+from engine.protocol import Capabilities, CycleStats, Tier
 
 PREFIX = "specter_"
 TOKEN_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -24,6 +25,7 @@ class Metrics:
         self._requests()
         self._speculation()
         self._experts()
+        self._placement()
 
     def _requests(self) -> None:
         self.time_to_first_token = self._histogram(
@@ -81,15 +83,30 @@ class Metrics:
             "phase",
             ("draft", "plan", "transfer_wait", "verify"),
         )
+
+    def _placement(self) -> None:
         self.num_slots = self._gauge("expert_cache_slots", "Slots of the expert cache.")
+        self._store_bytes = self._tier_gauge("expert_store_bytes", "Full-precision experts that are read from a tier.")
+        self._memory_bytes = self._tier_gauge("memory_bytes", "Bytes that the model takes of a tier.")
+        self._bandwidth = self._tier_gauge(
+            "link_bandwidth_bytes_per_second", "Out of a tier, as measured at the start; absent where it was not."
+        )
 
     def watch_queue(self, num_running: Callable[[], float], num_waiting: Callable[[], float]) -> None:
         self.num_running.set_function(num_running)
         self.num_waiting.set_function(num_waiting)
 
     def engine_ready(self, capabilities: Capabilities) -> None:
-        self.num_slots.set(capabilities.num_slots)
+        plan = capabilities.plan
         self.draft_length.set(capabilities.draft_length)
+        self.num_slots.set(plan.num_slots)
+        num_disk_experts = plan.num_experts - plan.num_host_experts
+        self._store_bytes.labels(self._model_name, "host").set(plan.num_host_experts * plan.expert_bytes)
+        self._store_bytes.labels(self._model_name, "disk").set(num_disk_experts * plan.expert_bytes)
+        for tier in get_args(Tier):
+            self._memory_bytes.labels(self._model_name, tier).set(plan.tier_bytes(tier))
+        for tier, rate in plan.bandwidths.items():
+            self._bandwidth.labels(self._model_name, tier).set(rate)
 
     def cycle(self, stats: CycleStats) -> None:
         """Add what the engine counted in one cycle, or in one chunk of a prefill."""
@@ -124,6 +141,9 @@ class Metrics:
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(PREFIX + name, text, ("model_name",), registry=self.registry).labels(self._model_name)
+
+    def _tier_gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(PREFIX + name, text, ("model_name", "tier"), registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         histogram = Histogram(PREFIX + name, text, ("model_name",), buckets=buckets, registry=self.registry)

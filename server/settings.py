@@ -8,7 +8,7 @@ import difflib
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import ByteSize, Field, ValidationError
@@ -112,8 +112,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 def _complaint(origin: str, name: str, error: ErrorDetails) -> str:
     reason = error["msg"][0].lower() + error["msg"][1:]
     if name in _SIZES:
-        reason = "write a size such as 900MB or 1.5GiB"
+        reason = "write a size such as 900MB or 1.5GiB, or auto"
     return f"{origin} is {error['input']!r}, which cannot be used: {reason}."
 
 
-_SIZES = [name for name, field in Settings.model_fields.items() if field.annotation in (ByteSize, ByteSize | None)]
+_SIZES = [name for name, field in Settings.model_fields.items() if ByteSize in get_args(field.annotation)]

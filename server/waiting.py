@@ -1,4 +1,4 @@
-"""Waiting for the first of two things, or only for so long."""
+"""Waiting for two things, for the first of two, or only for so long."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 async def unless(event: Coroutine[Any, Any, Any], work: Coroutine[Any, Any, T]) -> T | None:
@@ -19,6 +20,17 @@ async def unless(event: Coroutine[Any, Any, Any], work: Coroutine[Any, Any, T]) 
         working.cancel()
         waiting.cancel()
         await asyncio.wait({working, waiting})
+
+
+async def both(first: Coroutine[Any, Any, T], second: Coroutine[Any, Any, U]) -> tuple[T, U]:
+    """Both results; where one fails or the caller is cancelled, whatever is not over is cancelled, and awaited."""
+    tasks = asyncio.create_task(first), asyncio.create_task(second)
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
 
 async def within(seconds: float, work: Coroutine[Any, Any, Any]) -> None:

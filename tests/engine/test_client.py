@@ -73,20 +73,34 @@ async def test_ready_reports_capabilities_and_progress(start: Start) -> None:
     progress: list[Loading] = []
     async with start(ready=False) as client:
         capabilities = await client.wait_ready(progress.append)
-    assert capabilities == fake_engine.capabilities("/nowhere")
+    assert capabilities == fake_engine.capabilities()
     assert [message.done for message in progress] == [1000, 2000]
     assert client.died.is_set()
 
 
-async def test_prepare_returns_the_path(start: Start) -> None:
-    async with start(task="prepare", ready=False) as client:
-        assert await client.wait_prepared(lambda _: None) == "/cache/demo"
+async def test_the_models_directory_is_known_before_it_is_loaded(start: Start, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    async with start("--startup", "wait", "--gate", str(gate), ready=False) as client:
+        assert await client.wait_located(lambda _: None) == "/nowhere"
+        gate.touch()
+        assert await client.wait_ready(lambda _: None) == fake_engine.capabilities()
 
 
-async def test_answer_to_the_other_task_is_an_error(start: Start) -> None:
+@pytest.mark.parametrize(("task", "path"), [("prepare", "/cache/demo"), ("pack", "/cache/packs/demo")])
+async def test_prepare_and_pack_return_the_path(start: Start, task: str, path: str) -> None:
+    async with start(task=task, ready=False) as client:
+        assert await client.wait_prepared(lambda _: None) == path
+
+
+async def test_plan_returns_the_plan(start: Start) -> None:
+    async with start(task="plan", ready=False) as client:
+        assert await client.wait_planned(lambda _: None) == fake_engine.model_plan()
+
+
+async def test_answer_to_another_task_is_an_error(start: Start) -> None:
     async with start(task="prepare", ready=False) as client:
-        with pytest.raises(EngineDiedError, match="Prepared"):
-            await client.wait_ready(lambda _: None)
+        with pytest.raises(EngineDiedError, match="answered the task 'prepare' with Prepared, not Planned"):
+            await client.wait_planned(lambda _: None)
 
 
 async def test_failed_startup_raises_the_named_error_every_time(start: Start) -> None:

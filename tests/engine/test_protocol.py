@@ -9,12 +9,16 @@ from engine.protocol import (
     CycleStats,
     Failed,
     Finished,
+    Forecast,
     Loading,
+    Located,
     Message,
     Ping,
+    Planned,
     Pong,
     Prefill,
     Prepared,
+    Ready,
     SamplingParams,
     Shutdown,
     Submit,
@@ -23,6 +27,7 @@ from engine.protocol import (
     decode_to_server,
     encode,
 )
+from tests.server.fake_engine import capabilities, model_plan
 
 
 def payload_of(frame: bytes) -> bytes:
@@ -48,7 +53,10 @@ def test_messages_to_the_engine_survive_the_trip(message: Message) -> None:
     "message",
     [
         Loading("reading weights", 1, 2, "bytes"),
+        Located("/models/m"),
+        Ready(capabilities()),
         Prepared("/cache"),
+        Planned(model_plan(1)),
         Prefill("a", 1, 2, CycleStats(demand_bytes=3)),
         Tokens("a", [1, 2], CycleStats(num_draft_tokens=4)),
         Finished("a", "length"),
@@ -79,3 +87,24 @@ def test_cycle_stats_add_and_subtract_every_counter() -> None:
     assert one + CycleStats() == one
     assert one + one - one == one
     assert (one + one).transfer_seconds == 2 * one.transfer_seconds
+
+
+@pytest.mark.parametrize(
+    ("host_bytes", "disk_bytes", "expected"),
+    [(24.0, 0.0, 2.0), (0.0, 24.0, None), (24.0, 1.0, None), (0.0, 0.0, 0.0)],
+)
+def test_floor_is_unknown_where_a_needed_bandwidth_is(
+    host_bytes: float, disk_bytes: float, expected: float | None
+) -> None:
+    assert Forecast(4, 1, host_bytes, disk_bytes).floor_seconds({"host": 12.0}) == expected
+
+
+def test_the_slowest_tier_is_the_floor() -> None:
+    assert Forecast(4, 1, 24.0, 4.0).floor_seconds({"host": 12.0, "disk": 1.0}) == 4.0
+
+
+def test_a_plan_adds_up_its_tiers_and_says_whether_it_fits() -> None:
+    plan = model_plan()
+    assert (plan.tier_bytes("device"), plan.tier_bytes("host"), plan.tier_bytes("disk")) == (1_005_000, 6_000, 16_000)
+    assert plan.fits
+    assert not model_plan(1).fits

@@ -24,10 +24,14 @@ from engine.protocol import (
     Failed,
     Finished,
     FinishReason,
+    Forecast,
     Loading,
+    Located,
     MemoryRow,
     Message,
+    ModelPlan,
     Ping,
+    Planned,
     Pong,
     Prefill,
     Prepared,
@@ -171,28 +175,45 @@ class FakeEngine:
         self.send(message)
 
 
-def capabilities(model_path: str) -> Capabilities:
-    return Capabilities(
-        model_path=model_path,
-        max_model_len=MAX_MODEL_LEN,
-        vocab_size=VOCAB_SIZE,
-        eos_token_ids=[EOS_TOKEN_ID],
-        num_experts=8,
-        num_slots=5,
-        expert_bytes=1000,
-        draft_length=4,
+def model_plan(shortage_bytes: int = 0) -> ModelPlan:
+    return ModelPlan(
+        model="demo",
+        device="CPU (2 threads)",
         memory=[
             MemoryRow("dense weights", "device", 1_000_000),
-            MemoryRow("expert slots", "device", 5_000, "5 of 16 experts"),
-            MemoryRow("experts", "disk", 16_000),
+            MemoryRow("expert slots", "device", 5_000, "5, for 31% of the experts"),
+            MemoryRow("experts", "host", 6_000),
+            MemoryRow("experts", "disk", 16_000, "all of them, in the pack"),
         ],
-        device_memory_bytes=2_000_000,
+        budget_bytes={"device": 2_000_000, "host": 7_000},
+        shortages={"device": shortage_bytes} if shortage_bytes else {},
+        remedies=["--device-memory 3GB", "--no-draft"] if shortage_bytes else [],
+        num_experts=16,
+        expert_bytes=1000,
+        num_slots=5,
+        num_host_experts=6,
+        max_model_len=MAX_MODEL_LEN,
+        kv_bytes_per_token=64,
+        bandwidths={"disk": 1_300_000_000.0},
+        forecasts=[Forecast(4, 5, 0.0, 13_000_000.0), Forecast(0, 7, 2_000_000.0, 26_000_000.0)],
         decisions=["Drafting with qint4 experts: the test says so."],
+    )
+
+
+def capabilities() -> Capabilities:
+    return Capabilities(
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=[EOS_TOKEN_ID],
+        draft_length=4,
+        plan=model_plan(),
+        startup_seconds={"imports": 2.1, "dense weights": 0.01, "draft experts": 1.2},
     )
 
 
 def start(engine: FakeEngine, options: argparse.Namespace) -> bool:
     """Whether there is something to serve."""
+    if options.task == "serve":
+        engine.send(Located(options.model_path))
     for done in range(1, 3):
         engine.send(Loading("reading weights", done * 1000, 4000, "bytes"))
     match options.startup:
@@ -212,10 +233,15 @@ def start(engine: FakeEngine, options: argparse.Namespace) -> bool:
             signal.pause()
         case "stubborn":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if options.task == "prepare":
-        engine.send(Prepared("/cache/demo"))
+    answers = {
+        "serve": Ready(capabilities()),
+        "prepare": Prepared("/cache/demo"),
+        "pack": Prepared("/cache/packs/demo"),
+        "plan": Planned(model_plan(options.shortage_bytes)),
+    }
+    engine.send(answers[options.task])
+    if options.task != "serve":
         return False
-    engine.send(Ready(capabilities(options.model_path)))
     if options.startup == "stubborn":
         signal.pause()
     return True
@@ -227,6 +253,7 @@ def main() -> None:
     parser.add_argument("--gate", type=Path)
     parser.add_argument("--log", type=Path)
     parser.add_argument("--model-path", default="/nowhere")
+    parser.add_argument("--shortage-bytes", type=int, default=0)
     parser.add_argument("fd", type=int)
     parser.add_argument("task")
     parser.add_argument("config")
@@ -234,7 +261,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=options.fd) as sock:
         engine = FakeEngine(sock, options.log)
-        engine.record({"type": "Started", "pid": os.getpid(), "config": json.loads(options.config)})
+        engine.record(
+            {"type": "Started", "pid": os.getpid(), "task": options.task, "config": json.loads(options.config)}
+        )
         if start(engine, options):
             engine.run()
 

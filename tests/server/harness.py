@@ -15,8 +15,8 @@ from typing import Any
 
 import httpx
 
-from server.lifecycle import serve
 from server.listener import base_url, listen
+from server.serve import serve
 from server.settings import Settings
 
 SECONDS = 20.0

@@ -1,7 +1,9 @@
 """The server from load to exit: progress, drain, death of the engine, and the exit codes."""
 
 import asyncio
+import logging
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.errors import EngineDiedError, InsufficientMemoryError
+from engine.errors import EngineDiedError, InsufficientMemoryError, UnsupportedModelError
 from tests.server import fake_engine
 from tests.server.harness import SECONDS, LocalServer, apoll, chat, events, local_server, poll, server_process
 
@@ -70,8 +72,9 @@ async def test_progress_while_loading(tmp_path: Path, model_path: Path) -> None:
         assert (await client.post(URL, json=chat("x"))).status_code == 200
 
 
-async def test_stop_while_loading(tmp_path: Path) -> None:
-    async with local_server(tmp_path, "--startup", "wait", "--gate", str(tmp_path / "gate")) as server:
+async def test_stop_while_loading(tmp_path: Path, model_path: Path) -> None:
+    options = ("--model-path", str(model_path), "--startup", "wait", "--gate", str(tmp_path / "gate"))
+    async with local_server(tmp_path, *options) as server:
         async with server.client() as client:
             await client.get("/health")
         os.kill(os.getpid(), signal.SIGINT)
@@ -79,10 +82,40 @@ async def test_stop_while_loading(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("startup", "error"), [("fail", InsufficientMemoryError), ("die", EngineDiedError)])
-async def test_failed_load_is_raised(tmp_path: Path, startup: str, error: type[Exception]) -> None:
-    async with local_server(tmp_path, "--startup", startup) as server:
+async def test_failed_load_is_raised(tmp_path: Path, model_path: Path, startup: str, error: type[Exception]) -> None:
+    async with local_server(tmp_path, "--model-path", str(model_path), "--startup", startup) as server:
         with pytest.raises(error):
             await exit_code(server)
+
+
+@pytest.mark.parametrize("damaged", ["tokenizer.json", "generation_config.json"])
+async def test_unusable_text_side_ends_the_start_before_the_engine_has_loaded(
+    tmp_path: Path, model_path: Path, damaged: str
+) -> None:
+    broken = tmp_path / "model"
+    shutil.copytree(model_path, broken)
+    (broken / damaged).write_text("garbage")
+    # The engine would wait for ever.
+    options = ("--model-path", str(broken), "--startup", "wait", "--gate", str(tmp_path / "gate"))
+    async with local_server(tmp_path, *options) as server:
+        with pytest.raises(UnsupportedModelError, match=str(broken)):
+            await exit_code(server)
+        (started,) = server.log.messages("Started")
+        assert not is_running(started["pid"])
+
+
+async def test_start_is_announced(
+    tmp_path: Path, model_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with ready_server(tmp_path, model_path):
+        pass
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("Ready after"))
+    assert line.endswith("s: imports 2.1 s, draft experts 1.2 s")
+    assert line in caplog.messages
+    assert (
+        "5 slots for 16 experts of 1.0 KB, 6 read from host memory and 10 from disk; disk 1.3 GB/s" in caplog.messages
+    )
 
 
 async def test_signal_drains(tmp_path: Path, model_path: Path) -> None:
@@ -139,8 +172,9 @@ async def test_engine_killed(tmp_path: Path, model_path: Path) -> None:
         assert await exit_code(server) == 1
 
 
-def test_second_signal_ends_at_once(tmp_path: Path) -> None:
-    with server_process(tmp_path, "serve", "--port", "0", engine=("--startup", "deaf")) as server:
+def test_second_signal_ends_at_once(tmp_path: Path, model_path: Path) -> None:
+    engine = ("--startup", "deaf", "--model-path", str(model_path))
+    with server_process(tmp_path, "serve", "--port", "0", engine=engine) as server:
         (started,) = poll(lambda: server.log.messages("Started"))
         poll(lambda: "reading weights" in server.output.read_text())
         server.process.send_signal(signal.SIGTERM)

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.protocol import CycleStats
 from server.metrics import TOKEN_BUCKETS, Metrics
 from server.observer import RequestObserver
-from tests.server.fake_engine import CYCLE, TOKENS_PER_CYCLE
+from tests.server.fake_engine import CYCLE, TOKENS_PER_CYCLE, capabilities
 from tests.server.harness import chat
 
 
@@ -79,6 +79,25 @@ def test_every_counter_of_a_cycle_is_shown() -> None:
         "draft_length": 1,
     }
     assert {name: got[name] for name in expected} == expected
+
+
+def test_where_the_model_is_is_shown() -> None:
+    metrics = Metrics("m")
+    metrics.engine_ready(capabilities())
+    got = values(generate_latest(metrics.registry).decode())
+    expected = {
+        "expert_cache_slots": 5,
+        "draft_length": 4,
+        'expert_store_bytes{tier="host"}': 6_000,
+        'expert_store_bytes{tier="disk"}': 10_000,
+        'memory_bytes{tier="device"}': 1_005_000,
+        'memory_bytes{tier="host"}': 6_000,
+        'memory_bytes{tier="disk"}': 16_000,
+        'link_bandwidth_bytes_per_second{tier="disk"}': 1.3e9,
+    }
+    assert {name: got[name] for name in expected} == expected
+    # It was not measured.
+    assert 'link_bandwidth_bytes_per_second{tier="host"}' not in got
 
 
 def test_buckets_start_at_two_milliseconds() -> None:

@@ -24,6 +24,13 @@ def test_later_sources_win(config: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert settings.draft_length == Settings.model_fields["draft_length"].default
 
 
+@pytest.mark.parametrize(("value", "expected"), [("auto", "auto"), ("1.5GiB", 3 * 2**29), ("0", 0)])
+def test_budgets_are_sizes_or_auto(monkeypatch: pytest.MonkeyPatch, value: str, expected: object) -> None:
+    monkeypatch.setenv("SPECTER_HOST_MEMORY", value)
+    settings = load_settings({"device_memory": value})
+    assert (settings.host_memory, settings.device_memory) == (expected, expected)
+
+
 def test_model_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECTER_MODEL", "from-environment")
     assert load_settings({}).model == "from-environment"
