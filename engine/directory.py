@@ -1,7 +1,8 @@
 """Make a directory appear complete or not at all, once, whoever asks for it at the same time.
 
 The content is written into a hidden sibling, flushed to the disk, and renamed. A lock file beside it admits one
-builder; the operating system releases the lock of a builder that dies, and the next one removes what it left.
+builder; the operating system releases the lock of a builder that dies, and the next one removes what it left, or goes
+on with it where the content can be resumed.
 """
 
 import os
@@ -14,17 +15,29 @@ from filelock import FileLock, Timeout
 
 
 def ensure_directory(
-    path: Path, is_intact: Callable[[Path], bool], build: Callable[[Path], None], waiting: Callable[[], None]
+    path: Path,
+    is_intact: Callable[[Path], bool],
+    build: Callable[[Path], None],
+    waiting: Callable[[], None],
+    *,
+    is_resumable: bool = False,
 ) -> None:
-    """Return when `path` is intact; otherwise replace it by what `build` writes into the empty directory it is given.
+    """Return when `path` is intact; otherwise replace it by what `build` writes into the directory it is given.
 
-    `waiting` is called once where another process is building. Whatever `build` raises leaves `path` as it was.
+    `waiting` is called once where another process is building. Whatever `build` raises leaves `path` as it was. The
+    directory is empty, unless the build `is_resumable`: then it holds what an interrupted one left (it was killed, or
+    ended by what is no `Exception`, or by a lost connection); other errors leave nothing.
     """
     if is_intact(path):
         return
     with only_writer(path, waiting):
         if not is_intact(path):
-            _replace(path, build)
+            _replace(path, build, is_resumable)
+
+
+def partial_directory(path: Path) -> Path:
+    """Where the content of `path` is while it is being built."""
+    return path.parent / f".{path.name}.partial"
 
 
 @contextmanager
@@ -43,27 +56,32 @@ def only_writer(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
         lock.release()
 
 
-def _replace(path: Path, build: Callable[[Path], None]) -> None:
-    partial = path.parent / f".{path.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+def _replace(path: Path, build: Callable[[Path], None], is_resumable: bool) -> None:
+    partial = partial_directory(path)
+    if not is_resumable:
+        shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(exist_ok=True)
     try:
         build(partial)
         _flush(partial)
         shutil.rmtree(path, ignore_errors=True)
         partial.rename(path)
-        _flush_one(path.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        flush(path.parent)
+    except BaseException as error:
+        is_interruption = not isinstance(error, Exception) or isinstance(error, ConnectionError)
+        if not (is_resumable and is_interruption):
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def _flush(directory: Path) -> None:
     for path in directory.rglob("*"):
-        _flush_one(path)
-    _flush_one(directory)
+        flush(path)
+    flush(directory)
 
 
-def _flush_one(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Return when what was written to the file or directory is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

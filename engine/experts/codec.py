@@ -1,5 +1,6 @@
 """What the bytes of a record mean."""
 
+from math import prod
 from typing import Protocol
 
 import torch
@@ -24,16 +25,14 @@ class IdentityCodec:
     def __init__(self, layout: ExpertLayout, dtype: torch.dtype, device: torch.device) -> None:
         self._layout = layout
         self._buffers = {
-            (spec.name, spec.shape): torch.empty(spec.shape, dtype=dtype, device=device)
-            for layer in layout.layers
-            for spec in layer.tensors
-            if spec.torch_dtype != dtype
+            (name, shape): torch.empty(shape, dtype=dtype, device=device)
+            for name, shape in _converted_weights(layout, dtype)
         }
 
-    @property
-    def num_bytes(self) -> int:
+    @staticmethod
+    def buffer_bytes(layout: ExpertLayout, dtype: torch.dtype) -> int:
         """Device memory of the conversion buffers."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
+        return dtype.itemsize * sum(prod(shape) for _, shape in _converted_weights(layout, dtype))
 
     def decode(self, layer: int, record: torch.Tensor) -> dict[str, torch.Tensor]:
         weights = self._layout.views(layer, record)
@@ -42,3 +41,10 @@ class IdentityCodec:
             if buffer is not None:
                 weights[name] = buffer.copy_(weight)
         return weights
+
+
+def _converted_weights(layout: ExpertLayout, dtype: torch.dtype) -> set[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the weights that are not of type `dtype`."""
+    return {
+        (spec.name, spec.shape) for layer in layout.layers for spec in layer.tensors if spec.torch_dtype is not dtype
+    }

@@ -4,6 +4,7 @@ quanto quantizes whole `nn.Linear` modules, but transformers keeps experts as fu
 `quanto.quantize(model)` leaves as they are. So each expert's matrix goes through quanto's tensor API by itself.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -43,15 +44,33 @@ class QuantizedStack(NamedTuple):
     """As `scale`; empty for the symmetric 8-bit types."""
 
 
-def quantize(matrices: torch.Tensor, spec: QuantizationSpec) -> QuantizedStack:
-    """Quantize [E, out, in] matrix by matrix. Raises `ConfigError` where the group size does not divide a row."""
-    num_columns = matrices.shape[-1]
-    if spec.is_grouped and num_columns % spec.group_size:
-        fitting = [size for size in (128, 64, 32, 16) if num_columns % size == 0]
-        raise ConfigError(
-            f"draft_group_size {spec.group_size} does not divide the experts' rows of {num_columns} weights; "
-            f"choose one that does{f', such as {fitting[0]}' if fitting else ''}."
-        )
+def require_fitting(spec: QuantizationSpec, shapes: Iterable[torch.Size]) -> None:
+    """Raise `ConfigError` where the group size does not divide the rows of a matrix [out, in], or its groups do not
+    fill the bytes that they are packed into."""
+    for num_rows, num_columns in shapes if spec.is_grouped else ():
+        if num_columns % spec.group_size:
+            fitting = [size for size in (128, 64, 32, 16) if num_columns % size == 0]
+            raise ConfigError(
+                f"draft_group_size {spec.group_size} does not divide the experts' rows of {num_columns} weights; "
+                f"choose one that does{f', such as {fitting[0]}' if fitting else ''}."
+            )
+        if num_rows * num_columns // spec.group_size % (8 // spec.bits):
+            raise ConfigError(
+                f"draft_weights {spec.weights} cannot pack matrices of {num_rows} x {num_columns} in groups "
+                f"of {spec.group_size}; choose a smaller draft_group_size, or qint8."
+            )
+
+
+def stack_bytes(spec: QuantizationSpec, num_experts: int, shape: torch.Size, dtype: torch.dtype) -> int:
+    """Bytes of a `QuantizedStack` of matrices [out, in] whose weights were of type `dtype`."""
+    num_rows, num_columns = shape
+    num_scales = num_rows * num_columns // spec.group_size if spec.is_grouped else num_rows
+    parts_per_scale = 2 if spec.is_grouped else 1  # with its shift
+    return num_experts * (shape.numel() * spec.bits // 8 + parts_per_scale * num_scales * dtype.itemsize)
+
+
+def quantize(matrices: Iterable[torch.Tensor], spec: QuantizationSpec) -> QuantizedStack:
+    """Quantize experts' matrices [out, in], one by one; their rows must fit the group size (`require_fitting`)."""
     parts = [_quantize_grouped(m, spec) if spec.is_grouped else _quantize_rows(m, spec) for m in matrices]
     return QuantizedStack(*(torch.stack(tensors) for tensors in zip(*parts, strict=True)))
 

@@ -5,7 +5,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from engine.kernels.quantization import QuantizationSpec, QuantizedStack, dequantize, unpack
+from engine.kernels.quantization import QuantizationSpec, QuantizedStack, dequantize, stack_bytes, unpack
 
 
 class QuantizedLinear(Protocol):
@@ -39,6 +39,11 @@ class Int4Linear:
         self._scales_and_zeros = torch.stack([scale, zero], dim=-1).transpose(1, 2).to(torch.bfloat16).contiguous()
         self.num_bytes = self._packed.nbytes + self._scales_and_zeros.nbytes
 
+    @staticmethod
+    def device_bytes(spec: QuantizationSpec, num_experts: int, shape: torch.Size, dtype: torch.dtype) -> int:
+        # Whatever the type of the weights, scales and zeros are bfloat16.
+        return stack_bytes(spec, num_experts, shape, torch.bfloat16)
+
     @classmethod
     def supports(cls, spec: QuantizationSpec, shape: torch.Size, device: torch.device) -> bool:
         return (
@@ -61,10 +66,14 @@ class Int8Linear:
     COLUMN_MULTIPLE = 16
     """The kernel loads so many weights at once, and reads beyond the row where that does not divide it."""
 
-    def __init__(self, stack: QuantizedStack) -> None:
+    def __init__(self, stack: QuantizedStack, spec: QuantizationSpec, shape: torch.Size) -> None:
         self._data = stack.data
         self._scale = stack.scale.squeeze(-1).to(torch.bfloat16)
         self.num_bytes = self._data.nbytes + self._scale.nbytes
+
+    @staticmethod
+    def device_bytes(spec: QuantizationSpec, num_experts: int, shape: torch.Size, dtype: torch.dtype) -> int:
+        return stack_bytes(spec, num_experts, shape, torch.bfloat16)
 
     @classmethod
     def supports(cls, spec: QuantizationSpec, shape: torch.Size, device: torch.device) -> bool:
@@ -86,18 +95,31 @@ class DequantizingLinear:
         self._shape = shape
         self.num_bytes = sum(tensor.nbytes for tensor in stack)
 
+    device_bytes = staticmethod(stack_bytes)
+
     def __call__(self, expert: int, inputs: torch.Tensor) -> torch.Tensor:
         weight = dequantize(self._stack, expert, self._spec, self._shape)
         return functional.linear(inputs, weight.to(inputs.dtype))
 
 
+Kernel = type[Int4Linear] | type[Int8Linear] | type[DequantizingLinear]
+
+
+def kernel_for(spec: QuantizationSpec, shape: torch.Size, device: torch.device) -> Kernel:
+    """The best kernel for matrices of `shape` [out, in] on the device.
+
+    Its `device_bytes(spec, num_experts, shape, dtype)` are known before there are weights, of type `dtype`.
+    """
+    if Int4Linear.supports(spec, shape, device):
+        return Int4Linear
+    return Int8Linear if Int8Linear.supports(spec, shape, device) else DequantizingLinear
+
+
 def quantized_linear(
     stack: QuantizedStack, spec: QuantizationSpec, shape: torch.Size, device: torch.device
 ) -> QuantizedLinear:
-    """The best kernel for matrices of `shape` [out, in] on the device."""
-    if Int4Linear.supports(spec, shape, device):
-        return Int4Linear(stack, spec, shape)
-    stack = QuantizedStack(*(tensor.to(device) for tensor in stack))
-    if Int8Linear.supports(spec, shape, device):
-        return Int8Linear(stack)
-    return DequantizingLinear(stack, spec, shape)
+    """The matrices of `shape` [out, in] on the device, behind the best kernel for them."""
+    kernel = kernel_for(spec, shape, device)
+    if kernel is not Int4Linear:  # which converts its weights where they are
+        stack = QuantizedStack(*(tensor.to(device) for tensor in stack))
+    return kernel(stack, spec, shape)

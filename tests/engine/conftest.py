@@ -3,10 +3,26 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.config import DeviceName
+from engine.device import open_device
+from engine.errors import ConfigError
 from tests.engine.tiny import mixtral_config, qwen3_moe_config, save_checkpoint
 
 # Tiny products gain nothing from threads, and threads that wait for each other lose much on a busy machine.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> DeviceName:
+    """The devices that tests of the engine run on."""
+    name: DeviceName = request.param
+    try:
+        open_device(name)
+    except ConfigError:
+        pytest.skip("no CUDA device")
+    # Products of float32 that really are, which the references are compared with token for token.
+    torch.set_float32_matmul_precision("highest")
+    return name
 
 
 @pytest.fixture(scope="session")

@@ -8,10 +8,12 @@ from pathlib import Path
 from engine.build import assemble_core, open_store, open_transfers
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.device import CpuDevice, Device
+from engine.description import describe_model
+from engine.device import Device, open_device
 from engine.experts.store import ExpertStore
 from engine.experts.transfer import ExpertTransfers
 from engine.loading import LoadedModel, load_model
+from engine.phases import PhaseClock
 from engine.protocol import CycleStats, Failed, Finished, Prefill, SamplingParams, Submit, Tokens, ToServer
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -22,11 +24,12 @@ def ignore_progress(message: object) -> None:
 
 
 def load(checkpoint: Path, cache: Path, **settings: object) -> tuple[LoadedModel, EngineConfig]:
-    """Load a checkpoint onto the CPU; `settings` are those of `EngineConfig`."""
-    config = EngineConfig.model_validate(
-        {"model": str(checkpoint), "cache": cache, "device": "cpu", "draft_group_size": 32, **settings}
-    )
-    return load_model(config, CpuDevice(), ignore_progress), config
+    """Load a checkpoint, onto the CPU by default, to compute in float32; `settings` are those of `EngineConfig`."""
+    defaults = {"device": "cpu", "dtype": "float32", "draft_group_size": 32}
+    config = EngineConfig.model_validate({"model": str(checkpoint), "cache": cache, **defaults, **settings})
+    device = open_device(config.device)
+    model = describe_model(config, checkpoint, device.torch_device)
+    return load_model(config, model, device, PhaseClock(), ignore_progress), config
 
 
 @dataclass
@@ -79,12 +82,17 @@ def running_core(
     *,
     device: Device | None = None,
     store: ExpertStore | None = None,
+    num_host_experts: int = 0,
 ) -> Iterator[RunningCore]:
-    """A core with `num_slots` slots and its transfer threads; the slots' invariants are checked at the end."""
-    device = device or CpuDevice()
+    """A core with `num_slots` slots and its transfer threads; the slots' invariants are checked at the end.
+
+    Without a `device` it runs on the one that the configuration names; without a `store`, so many experts are in host
+    memory and the others on disk.
+    """
+    device = device or open_device(config.device)
     with ExitStack() as stack:
         if store is None:
-            store = open_store(loaded.pack, device, ignore_progress)
+            store = open_store(loaded.pack, num_host_experts, device, ignore_progress)
             stack.callback(store.close)
         transfers = open_transfers(loaded, num_slots, store, device)
         stack.callback(transfers.close)

@@ -1,20 +1,21 @@
 """The step loop: requests in order, aborts, failures, counters; and that the draft's routes are what is prefetched."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from engine.device import CpuDevice, Event
+from engine.config import DeviceName, EngineConfig
+from engine.device import Device, Event, open_device
 from engine.experts.layout import ExpertId
-from engine.experts.planner import Routes
 from engine.experts.store import ExpertStore
 from engine.loading import LoadedModel
 from engine.protocol import Failed, Finished, Prefill, SamplingParams, Submit, Tokens, ToServer
 from engine.sampling import target_distribution
+from engine.speculative.draft import PendingRoutes
 from tests.engine.harness import GREEDY, RunningCore, load, running_core
 from tests.engine.tiny import (
     VOCAB_SIZE,
@@ -27,10 +28,19 @@ from tests.engine.tiny import (
 
 PROMPT = random_prompt(0, 7)
 
+Reference = Callable[[list[int], int], list[int]]
+"""`(prompt, number of tokens) -> tokens`, greedily."""
+
 
 @pytest.fixture(scope="module")
-def model(mixtral: Path, model_cache: Path) -> tuple[LoadedModel, EngineConfig]:
-    return load(mixtral, model_cache)
+def model(mixtral: Path, model_cache: Path, device: DeviceName) -> tuple[LoadedModel, EngineConfig]:
+    return load(mixtral, model_cache, device=device)
+
+
+@pytest.fixture
+def reference(mixtral: Path, device: DeviceName) -> Reference:
+    """What transformers continues a prompt with, in so many tokens."""
+    return partial(reference_tokens, mixtral, ignore_eos=True, device=device)
 
 
 @pytest.fixture
@@ -43,7 +53,7 @@ def submit(request_id: str, prompt: list[int], max_tokens: int = 12) -> Submit:
     return Submit(request_id, prompt, max_tokens, GREEDY, ignore_eos=True)
 
 
-def test_requests_are_served_in_order_and_do_not_mix(running: RunningCore, mixtral: Path) -> None:
+def test_requests_are_served_in_order_and_do_not_mix(running: RunningCore, reference: Reference) -> None:
     sent: list[ToServer] = []
     running.core.send = sent.append
     prompts = {"first": PROMPT, "second": random_prompt(1, 9)}
@@ -54,13 +64,13 @@ def test_requests_are_served_in_order_and_do_not_mix(running: RunningCore, mixtr
     for request_id, prompt in prompts.items():
         messages = [m for m in sent if isinstance(m, Tokens) and m.request_id == request_id]
         tokens = [token_id for message in messages for token_id in message.token_ids]
-        assert tokens == reference_tokens(mixtral, prompt, 12, ignore_eos=True)
+        assert tokens == reference(prompt, 12)
     ends = [m for m in sent if isinstance(m, Finished)]
     assert ends == [Finished("first", "length"), Finished("second", "length")]
     assert isinstance(sent[0], Prefill)
 
 
-def test_an_aborted_request_ends_at_once_and_the_next_is_right(running: RunningCore, mixtral: Path) -> None:
+def test_an_aborted_request_ends_at_once_and_the_next_is_right(running: RunningCore, reference: Reference) -> None:
     sent: list[ToServer] = []
     running.core.send = sent.append
     running.core.submit(submit("running", PROMPT))
@@ -73,9 +83,7 @@ def test_an_aborted_request_ends_at_once_and_the_next_is_right(running: RunningC
     running.core.abort("unknown")
     assert sent[-2:] == [Finished("running", "abort"), Finished("queued", "abort")]
     assert not running.core.has_work
-    assert running.generate(PROMPT, 12, ignore_eos=True).token_ids == reference_tokens(
-        mixtral, PROMPT, 12, ignore_eos=True
-    )
+    assert running.generate(PROMPT, 12, ignore_eos=True).token_ids == reference(PROMPT, 12)
 
 
 def test_an_abort_is_seen_between_prefill_chunks(model: tuple[LoadedModel, EngineConfig]) -> None:
@@ -91,9 +99,9 @@ def test_an_abort_is_seen_between_prefill_chunks(model: tuple[LoadedModel, Engin
     assert (sent[0].done, sent[0].total) == (4, 40)
 
 
-def test_a_request_stops_at_the_end_of_sequence(model: tuple[LoadedModel, EngineConfig], mixtral: Path) -> None:
+def test_a_request_stops_at_the_end_of_sequence(model: tuple[LoadedModel, EngineConfig], reference: Reference) -> None:
     loaded, config = model
-    tokens = reference_tokens(mixtral, PROMPT, 12, ignore_eos=True)
+    tokens = reference(PROMPT, 12)
     end = next(index for index in range(3, 12) if tokens[index] not in tokens[:index])
     loaded = loaded._replace(eos_token_ids=frozenset({tokens[end]}))
     with running_core(loaded, config, 6) as running:
@@ -124,18 +132,20 @@ def test_a_request_that_cannot_be_served_is_refused(
         raise ValueError(reply.end.message)
 
 
-def test_max_tokens_is_cut_to_the_room_that_the_prompt_leaves(running: RunningCore, mixtral: Path) -> None:
+def test_max_tokens_is_cut_to_the_room_that_the_prompt_leaves(running: RunningCore, reference: Reference) -> None:
     prompt = random_prompt(0, 250)
     reply = running.generate(prompt, 1000, ignore_eos=True)
-    assert reply.token_ids == reference_tokens(mixtral, prompt, 6, ignore_eos=True)
+    assert reply.token_ids == reference(prompt, 6)
     assert reply.end == Finished("request", "length")
 
 
 class RecordingStore:
     """Notes what is fetched; fails on request."""
 
-    def __init__(self, store: ExpertStore) -> None:
+    def __init__(self, store: ExpertStore, device: Device) -> None:
         self.store = store
+        self.device = device
+        """Whose copy queue the store uses, so that the transfers have to be ordered by it."""
         self.fetched: list[ExpertId] = []
         self.is_broken = False
 
@@ -154,24 +164,23 @@ def store(model: tuple[LoadedModel, EngineConfig]) -> Iterator[RecordingStore]:
     from engine.build import open_store
     from tests.engine.harness import ignore_progress
 
-    store = RecordingStore(open_store(model[0].pack, CpuDevice(), ignore_progress))
+    device = open_device(model[1].device)
+    store = RecordingStore(open_store(model[0].pack, 0, device, ignore_progress), device)
     yield store
     store.close()
 
 
 def test_a_read_error_fails_the_request_and_not_the_engine(
-    model: tuple[LoadedModel, EngineConfig], store: RecordingStore, mixtral: Path
+    model: tuple[LoadedModel, EngineConfig], store: RecordingStore, reference: Reference
 ) -> None:
-    with running_core(*model, num_slots=3, store=store) as running:
+    with running_core(*model, num_slots=3, device=store.device, store=store) as running:
         store.is_broken = True
         reply = running.generate(PROMPT, 12, ignore_eos=True)
         assert isinstance(reply.end, Failed)
         assert reply.end.kind == "TransferError"
         assert "Input/output error" in reply.end.message
         store.is_broken = False
-        assert running.generate(PROMPT, 12, ignore_eos=True).token_ids == reference_tokens(
-            mixtral, PROMPT, 12, ignore_eos=True
-        )
+        assert running.generate(PROMPT, 12, ignore_eos=True).token_ids == reference(PROMPT, 12)
 
 
 def test_what_the_draft_routed_is_what_is_prefetched(
@@ -179,17 +188,17 @@ def test_what_the_draft_routed_is_what_is_prefetched(
 ) -> None:
     loaded, config = model
     assert loaded.draft is not None
-    routes: list[Routes] = []
+    pending: list[PendingRoutes] = []
     take_routes = loaded.draft.take_routes
 
-    def record() -> Routes:
-        routes.append(take_routes())
-        return routes[-1]
+    def record() -> PendingRoutes:
+        pending.append(take_routes())
+        return pending[-1]
 
     sent: list[ToServer] = []
     with (
         pytest.MonkeyPatch.context() as patch,
-        running_core(loaded, config, loaded.pack.layout.num_experts, store=store) as running,
+        running_core(loaded, config, loaded.pack.layout.num_experts, device=store.device, store=store) as running,
     ):
         patch.setattr(loaded.draft, "take_routes", record)
         running.core.send = sent.append
@@ -201,11 +210,11 @@ def test_what_the_draft_routed_is_what_is_prefetched(
         fetched = store.fetched[len(resident) :]
     routed = {
         ExpertId(layer, expert)
-        for passes in routes
-        for layer, experts in enumerate(passes)
+        for routes in pending
+        for layer, experts in enumerate(routes.read())
         for expert in experts.flatten().tolist()
     }
-    assert len(routes) == config.draft_length + 1
+    assert len(pending) == config.draft_length + 1
     cycle = sent[-1]
     assert isinstance(cycle, Tokens)
     num_demanded = cycle.cycle.num_demand_fetches
@@ -217,7 +226,7 @@ def test_what_the_draft_routed_is_what_is_prefetched(
 
 def test_counters_add_up(model: tuple[LoadedModel, EngineConfig], store: RecordingStore) -> None:
     loaded, config = model
-    with running_core(loaded, config, 5, store=store) as running:
+    with running_core(loaded, config, 5, device=store.device, store=store) as running:
         stats = running.generate(PROMPT, 30, ignore_eos=True).stats
         rest = running.transfers.stats()
     expert_bytes = loaded.pack.layout.expert_bytes
@@ -235,7 +244,9 @@ def test_counters_add_up(model: tuple[LoadedModel, EngineConfig], store: Recordi
         assert getattr(stats, name) > 0.0
 
 
-def test_sampling_with_a_draft_has_the_targets_distribution(tmp_path: Path, model_cache: Path) -> None:
+def test_sampling_with_a_draft_has_the_targets_distribution(
+    tmp_path: Path, model_cache: Path, device: DeviceName
+) -> None:
     """Chi-square over the first three tokens, drawn under a draft so coarse that many tokens are rejected."""
     checkpoint = save_checkpoint(mixtral_config(num_layers=1, vocab_size=16), tmp_path / "one-layer")
     sampling = SamplingParams(temperature=1.5, top_k=2)
@@ -243,7 +254,7 @@ def test_sampling_with_a_draft_has_the_targets_distribution(tmp_path: Path, mode
     expected = _exact_joint(checkpoint, prompt, sampling, num_tokens=3)
     num_trials = 400
     counts: Counter[tuple[int, ...]] = Counter()
-    loaded, config = load(checkpoint, model_cache, draft_weights="qint2", draft_length=2)
+    loaded, config = load(checkpoint, model_cache, device=device, draft_weights="qint2", draft_length=2)
     num_rejected = 0
     with running_core(loaded, config, 6) as running:
         for seed in range(num_trials):

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.directory import ensure_directory
+from engine.directory import ensure_directory, partial_directory
 
 
 def is_intact(directory: Path) -> bool:
@@ -55,6 +55,89 @@ def test_what_a_killed_build_left_is_removed(tmp_path: Path) -> None:
         build(directory)
 
     ensure_directory(path, is_intact, check_and_build, waiting=never)
+    assert siblings(path) == {"demo"}
+
+
+class Stopped(BaseException):
+    """As a signal would end a build."""
+
+
+INTERRUPTIONS = [Stopped, KeyboardInterrupt, SystemExit, BrokenPipeError, ConnectionResetError]
+
+
+@pytest.mark.parametrize("interruption", INTERRUPTIONS)
+def test_an_interrupted_build_that_can_be_resumed_is_gone_on_with(
+    tmp_path: Path, interruption: type[BaseException]
+) -> None:
+    path = tmp_path / "demo"
+
+    def stop(directory: Path) -> None:
+        assert list(directory.iterdir()) == []
+        (directory / "half").write_text("half")
+        raise interruption
+
+    def go_on(directory: Path) -> None:
+        assert [file.name for file in directory.iterdir()] == ["half"]
+        build(directory)
+
+    with pytest.raises(interruption):
+        ensure_directory(path, is_intact, stop, waiting=never, is_resumable=True)
+    assert siblings(path) == {partial_directory(path).name}
+    ensure_directory(path, is_intact, go_on, waiting=never, is_resumable=True)
+    assert siblings(path) == {"demo"}
+    assert {file.name for file in path.iterdir()} == {"half", "content"}
+
+
+def test_an_interrupted_build_leaves_the_old_directory_in_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "demo"
+    path.mkdir()
+    (path / "content").write_text("old")
+
+    def stop(directory: Path) -> None:
+        build(directory)
+        raise Stopped
+
+    with pytest.raises(Stopped):
+        ensure_directory(path, is_intact, stop, waiting=never, is_resumable=True)
+    assert (path / "content").read_text() == "old"
+    ensure_directory(path, is_intact, build, waiting=never, is_resumable=True)
+    assert is_intact(path)
+    assert siblings(path) == {"demo"}
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("a bug"), TimeoutError()])
+def test_other_errors_leave_nothing_to_go_on_with(tmp_path: Path, error: Exception) -> None:
+    path = tmp_path / "demo"
+
+    def fail(directory: Path) -> None:
+        build(directory)
+        raise error
+
+    with pytest.raises(type(error)):
+        ensure_directory(path, is_intact, fail, waiting=never, is_resumable=True)
+    assert siblings(path) == set()
+
+
+@pytest.mark.parametrize("interruption", INTERRUPTIONS)
+def test_a_build_that_cannot_be_resumed_leaves_nothing(tmp_path: Path, interruption: type[BaseException]) -> None:
+    path = tmp_path / "demo"
+
+    def stop(directory: Path) -> None:
+        build(directory)
+        raise interruption
+
+    with pytest.raises(interruption):
+        ensure_directory(path, is_intact, stop, waiting=never)
+    assert siblings(path) == set()
+
+
+@pytest.mark.parametrize("is_resumable", [False, True])
+def test_what_cannot_be_replaced_leaves_nothing_half_done(tmp_path: Path, is_resumable: bool) -> None:
+    path = tmp_path / "demo"
+    path.write_text("a file")
+    with pytest.raises(NotADirectoryError):
+        ensure_directory(path, lambda _: False, build, waiting=never, is_resumable=is_resumable)
+    assert path.read_text() == "a file"
     assert siblings(path) == {"demo"}
 
 

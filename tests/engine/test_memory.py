@@ -1,189 +1,126 @@
-import re
+"""Properties of the arithmetic: what is planned fits, nothing that fits is left out, and shortages are exact."""
 
-import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from engine.errors import InsufficientMemoryError
-from engine.memory import CUDA_MARGIN, MemoryNeeds, MemoryPlan, memory_rows, plan_memory
+from engine.memory import (
+    DEVICE_MARGIN,
+    HOST_MARGIN,
+    Budget,
+    MemoryNeeds,
+    SlotPlan,
+    device_budget,
+    host_budget,
+    plan_slots,
+    showcase_budget,
+)
 
 MB = 10**6
 sizes = st.integers(0, 20_000 * MB)
 needs_of_models = st.builds(MemoryNeeds, sizes, sizes, sizes, sizes)
+expert_sizes = st.integers(1, 500 * MB)
+expert_counts = st.integers(1, 500)
+budgets = st.integers(0, 200_000 * MB)
+free_sizes = st.none() | budgets
 NEEDS = MemoryNeeds(dense=100 * MB, draft=40 * MB, kv_cache=30 * MB, workspace=10 * MB)
 
 
-def plan(
-    needs: MemoryNeeds = NEEDS,
-    *,
-    expert_bytes: int = 5 * MB,
-    num_experts: int = 64,
-    budget_bytes: int | None = None,
-    free_bytes: int = 10**12,
-    is_cuda: bool = False,
-) -> MemoryPlan:
-    return plan_memory(
-        needs,
-        expert_bytes=expert_bytes,
-        num_experts=num_experts,
-        budget_bytes=budget_bytes,
-        free_bytes=free_bytes,
-        is_cuda=is_cuda,
-    )
+def plan(budget_bytes: int, free_bytes: int | None = None) -> SlotPlan:
+    return plan_slots(NEEDS, 5 * MB, 64, budget_bytes, free_bytes)
 
 
-@given(
-    needs_of_models,
-    st.integers(1, 500 * MB),
-    st.integers(1, 500),
-    st.one_of(st.none(), st.integers(1, 200_000 * MB)),
-    st.integers(0, 200_000 * MB),
-    st.booleans(),
-)
+def test_needs_add_up() -> None:
+    assert NEEDS.total == 180 * MB
+
+
+@given(needs_of_models, expert_sizes, expert_counts, budgets, free_sizes)
 def test_whatever_is_planned_fits(
-    needs: MemoryNeeds,
-    expert_bytes: int,
-    num_experts: int,
-    budget_bytes: int | None,
-    free_bytes: int,
-    is_cuda: bool,
+    needs: MemoryNeeds, expert_bytes: int, num_experts: int, budget_bytes: int, free_bytes: int | None
 ) -> None:
-    def planned() -> MemoryPlan:
-        return plan(
-            needs,
-            expert_bytes=expert_bytes,
-            num_experts=num_experts,
-            budget_bytes=budget_bytes,
-            free_bytes=free_bytes,
-            is_cuda=is_cuda,
-        )
-
-    try:
-        memory = planned()
-    except InsufficientMemoryError:
-        # Refused is only a budget that has no room for a slot, or of which more would be used than is free.
-        default = (
-            int(free_bytes * (1 - CUDA_MARGIN)) if is_cuda else needs.total + max(1, num_experts // 4) * expert_bytes
-        )
-        budget = default if budget_bytes is None else budget_bytes
-        num_slots = min(num_experts, (budget - needs.total) // expert_bytes)
-        assert num_slots < 1 or needs.total + num_slots * expert_bytes > free_bytes
-        return
-    assert 1 <= memory.num_slots <= num_experts
-    used = needs.total + memory.num_slots * expert_bytes
-    assert used <= memory.budget_bytes
-    assert used <= free_bytes
-    # Not one slot more would fit, or be of use.
-    assert memory.num_slots == num_experts or used + expert_bytes > memory.budget_bytes
-    rows = memory_rows(needs, memory, expert_bytes, num_experts)
-    assert sum(row.num_bytes for row in rows) == used
-    assert all(row.tier == "device" for row in rows)
+    slots = plan_slots(needs, expert_bytes, num_experts, budget_bytes, free_bytes)
+    assert 1 <= slots.num_slots <= num_experts
+    used_bytes = needs.total + slots.num_slots * expert_bytes
+    has_room = used_bytes <= budget_bytes and (free_bytes is None or used_bytes <= free_bytes)
+    assert (slots.shortage_bytes == 0) == has_room
+    # Not one slot more would fit the budget, or be of use.
+    assert slots.num_slots == num_experts or used_bytes + expert_bytes > budget_bytes
 
 
-def megabytes(pattern: str, message: str) -> int:
-    found = re.search(pattern, message)
-    assert found is not None, message
-    return int(found[1])
-
-
-@given(needs_of_models, st.integers(1, 500 * MB), st.integers(1, 500), st.integers(0, 80_000 * MB), st.booleans())
-def test_a_budget_that_is_too_small_can_be_raised_to_what_the_message_says(
-    needs: MemoryNeeds, expert_bytes: int, num_experts: int, budget_bytes: int, is_cuda: bool
+@given(needs_of_models, expert_sizes, expert_counts, budgets, free_sizes)
+def test_a_shortage_is_exact(
+    needs: MemoryNeeds, expert_bytes: int, num_experts: int, budget_bytes: int, free_bytes: int | None
 ) -> None:
-    assume(budget_bytes < needs.total + expert_bytes)
-    with pytest.raises(InsufficientMemoryError) as caught:
-        plan(needs, expert_bytes=expert_bytes, num_experts=num_experts, budget_bytes=budget_bytes, is_cuda=is_cuda)
-    message = str(caught.value)
-    assert megabytes(r"device_memory is (\d+) MB", message) * MB - budget_bytes in range(MB)
-    enough = megabytes(r"needs at least (\d+) MB", message) * MB
-    assert enough < needs.total + expert_bytes + MB
-    memory = plan(
-        needs,
-        expert_bytes=expert_bytes,
-        num_experts=num_experts,
-        budget_bytes=enough,
-        is_cuda=is_cuda,
-    )
-    assert memory.num_slots >= 1
+    shortage = plan_slots(needs, expert_bytes, num_experts, budget_bytes, free_bytes).shortage_bytes
+    assume(shortage)
+
+    def with_more(num_bytes: int) -> SlotPlan:
+        """Both budget and device are made as large as the smaller of them with so much more."""
+        room = min(budget_bytes, budget_bytes if free_bytes is None else free_bytes) + num_bytes
+        free = None if free_bytes is None else max(free_bytes, room)
+        return plan_slots(needs, expert_bytes, num_experts, max(budget_bytes, room), free)
+
+    assert with_more(shortage).shortage_bytes == 0
+    assert with_more(shortage - 1).shortage_bytes == 1
 
 
-@given(needs_of_models, st.integers(1, 500 * MB), st.integers(1, 500), st.integers(0, 200_000 * MB), st.booleans())
-def test_a_budget_beyond_what_is_free_can_be_lowered_to_what_the_message_says(
-    needs: MemoryNeeds, expert_bytes: int, num_experts: int, free_bytes: int, is_cuda: bool
+def test_slots_are_what_the_needs_leave_of_the_budget() -> None:
+    assert plan(185 * MB) == SlotPlan(1, 0)
+    assert plan(190 * MB - 1) == SlotPlan(1, 0)
+    assert plan(190 * MB) == SlotPlan(2, 0)
+
+
+def test_a_budget_beyond_what_the_model_can_use_takes_no_more() -> None:
+    assert plan(10**12) == SlotPlan(64, 0)
+    assert plan(10**12, free_bytes=500 * MB) == SlotPlan(64, 0)
+
+
+def test_a_budget_without_room_for_a_slot_is_short_of_one() -> None:
+    assert plan(184 * MB) == SlotPlan(1, 1 * MB)
+    assert plan(0) == SlotPlan(1, 185 * MB)
+
+
+def test_the_smaller_of_budget_and_device_counts() -> None:
+    assert plan(184 * MB, free_bytes=100 * MB) == SlotPlan(1, 85 * MB)
+    assert plan(184 * MB, free_bytes=10**12) == SlotPlan(1, 1 * MB)
+    assert plan(184 * MB, free_bytes=0) == SlotPlan(1, 185 * MB)
+
+
+def test_slots_that_the_budget_wants_and_the_device_has_no_room_for() -> None:
+    assert plan(400 * MB, free_bytes=400 * MB) == SlotPlan(44, 0)
+    assert plan(400 * MB, free_bytes=399 * MB) == SlotPlan(44, 1 * MB)
+
+
+@given(budgets, budgets)
+def test_what_is_set_is_taken_as_it_is(set_bytes: int, free_bytes: int) -> None:
+    assert device_budget(set_bytes, free_bytes) == Budget(set_bytes, "as set")
+    for device_is_host in (False, True):
+        assert host_budget(set_bytes, free_bytes, device_is_host) == Budget(set_bytes, "as set")
+
+
+@given(budgets)
+def test_automatic_budgets_leave_a_margin(free_bytes: int) -> None:
+    device, host = device_budget(None, free_bytes), host_budget(None, free_bytes, device_is_host=False)
+    assert abs(free_bytes - device.num_bytes - DEVICE_MARGIN * free_bytes) <= 1
+    assert abs(free_bytes - host.num_bytes - HOST_MARGIN * free_bytes) <= 1
+
+
+def test_the_margins_are_said() -> None:
+    assert device_budget(None, 300 * MB) == Budget(270 * MB, "what is free less 10%")
+    assert host_budget(None, 300 * MB, device_is_host=False) == Budget(240 * MB, "what is free less 20%")
+
+
+def test_on_a_cpu_the_device_has_the_ram_already() -> None:
+    budget = host_budget(None, 300 * MB, device_is_host=True)
+    assert budget.num_bytes == 0
+    assert "RAM already" in budget.reason
+
+
+@given(needs_of_models, expert_sizes, expert_counts)
+def test_the_demo_gets_room_for_a_quarter_of_its_experts(
+    needs: MemoryNeeds, expert_bytes: int, num_experts: int
 ) -> None:
-    everything = needs.total + num_experts * expert_bytes
-    assume(everything > free_bytes)
-    with pytest.raises(InsufficientMemoryError) as caught:
-        plan(
-            needs,
-            expert_bytes=expert_bytes,
-            num_experts=num_experts,
-            budget_bytes=everything,
-            free_bytes=free_bytes,
-            is_cuda=is_cuda,
-        )
-    message = str(caught.value)
-    possible = megabytes(r"only (\d+) MB is free", message) * MB
-    assert possible <= free_bytes
-    if needs.total + expert_bytes > free_bytes:
-        assert "This model needs at least" in message
-        assert "set --device-memory" not in message  # no value of it would help
-        return
-    assert "set --device-memory to no more than that" in message
-    assume(possible >= needs.total + expert_bytes)  # it may have been rounded down by less than a megabyte
-    memory = plan(
-        needs,
-        expert_bytes=expert_bytes,
-        num_experts=num_experts,
-        budget_bytes=possible,
-        free_bytes=free_bytes,
-        is_cuda=is_cuda,
-    )
-    assert memory.num_slots >= 1
-
-
-def test_the_message_names_every_part_and_every_remedy() -> None:
-    with pytest.raises(InsufficientMemoryError) as caught:
-        plan(budget_bytes=150 * MB)
-    message = str(caught.value)
-    assert "device_memory is 150 MB" in message
-    assert "needs at least 185 MB" in message
-    assert "dense 100 MB, draft 40 MB, kv cache 30 MB, workspace 10 MB, one expert slot 5 MB" in message
-    for remedy in ("--device-memory", "--max-model-len", "--no-draft"):
-        assert remedy in message
-
-
-@pytest.mark.parametrize(
-    ("budget_bytes", "num_slots"), [(185 * MB, 1), (190 * MB - 1, 1), (190 * MB, 2), (10_000 * MB, 64)]
-)
-def test_slots_are_what_the_needs_leave_of_the_budget(budget_bytes: int, num_slots: int) -> None:
-    memory = plan(budget_bytes=budget_bytes)
-    assert memory == MemoryPlan(budget_bytes, num_slots, "device memory as set")
-
-
-def test_cuda_takes_what_is_free_less_a_margin() -> None:
-    memory = plan(free_bytes=300 * MB, is_cuda=True)
-    assert memory.budget_bytes == 270 * MB
-    assert memory.num_slots == 18
-    assert "10%" in memory.reason
-
-
-@pytest.mark.parametrize(("num_experts", "num_slots"), [(64, 16), (1, 1), (7, 1), (8, 2)])
-def test_a_cpu_makes_room_for_a_quarter_of_the_experts(num_experts: int, num_slots: int) -> None:
-    memory = plan(num_experts=num_experts)
-    assert memory.num_slots == num_slots
-    assert memory.budget_bytes == 180 * MB + num_slots * 5 * MB
-    assert "25%" in memory.reason
-    assert "--device-memory" in memory.reason
-
-
-def test_a_budget_beyond_what_the_model_can_use_is_no_error() -> None:
-    assert plan(budget_bytes=10**12, free_bytes=600 * MB).num_slots == 64
-
-
-def test_rows_say_what_the_slots_hold() -> None:
-    memory = plan(budget_bytes=260 * MB)
-    rows = {row.part: row for row in memory_rows(NEEDS, memory, 5 * MB, 64)}
-    assert rows["expert slots"].num_bytes == 80 * MB
-    assert rows["expert slots"].note == "16, for 25% of the experts"
-    assert rows["KV cache"].num_bytes == 30 * MB
+    budget = showcase_budget(needs, expert_bytes, num_experts)
+    assert "25%" in budget.reason
+    assert "--device-memory" in budget.reason
+    slots = plan_slots(needs, expert_bytes, num_experts, budget.num_bytes, None)
+    assert slots == SlotPlan(max(1, num_experts // 4), 0)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import DraftWeights, EngineConfig
+from engine.config import DeviceName, DraftWeights, EngineConfig
 from engine.loading import LoadedModel
 from engine.protocol import Finished
 from tests.engine.harness import load, running_core
@@ -19,14 +19,14 @@ Load = Callable[[Path, DraftWeights], tuple[LoadedModel, EngineConfig]]
 
 
 @cache
-def expected(checkpoint: Path, prompt: tuple[int, ...]) -> list[int]:
-    return reference_tokens(checkpoint, list(prompt), NUM_NEW_TOKENS, ignore_eos=True)
+def expected(checkpoint: Path, prompt: tuple[int, ...], device: DeviceName) -> list[int]:
+    return reference_tokens(checkpoint, list(prompt), NUM_NEW_TOKENS, ignore_eos=True, device=device)
 
 
 @pytest.fixture(scope="session")
-def loaded(model_cache: Path) -> Load:
+def loaded(model_cache: Path, device: DeviceName) -> Load:
     """Models on the device, each loaded once."""
-    return cache(lambda checkpoint, weights: load(checkpoint, model_cache, draft_weights=weights))
+    return cache(lambda checkpoint, weights: load(checkpoint, model_cache, device=device, draft_weights=weights))
 
 
 @pytest.fixture(params=["mixtral", "qwen3_moe"])
@@ -42,7 +42,7 @@ def assert_parity(
     with running_core(model, config, num_slots) as running:
         for prompt in prompts:
             reply = running.generate(list(prompt), NUM_NEW_TOKENS, ignore_eos=True)
-            assert reply.token_ids == expected(checkpoint, prompt)
+            assert reply.token_ids == expected(checkpoint, prompt, config.device)
             assert reply.end == Finished("request", "length")
 
 
@@ -69,10 +69,10 @@ def test_parity_for_any_draft_precision(checkpoint: Path, loaded: Load, weights:
     assert_parity(checkpoint, model, config, 3, prompts(1, 7))
 
 
-def test_parity_with_a_draft_of_other_weights(mixtral: Path, loaded: Load, model_cache: Path, tmp_path: Path) -> None:
+def test_parity_with_a_draft_of_other_weights(mixtral: Path, loaded: Load, tmp_path: Path) -> None:
     stranger = save_checkpoint(mixtral_config(), tmp_path / "stranger", seed=1)
     model, config = loaded(mixtral, "qint4")
-    model = model._replace(draft=load(stranger, model_cache)[0].draft)
+    model = model._replace(draft=loaded(stranger, "qint4")[0].draft)
     assert_parity(mixtral, model, config, 3, prompts(1, 7, 40))
 
 
@@ -92,16 +92,16 @@ def test_parity_for_many_prompts(checkpoint: Path, loaded: Load) -> None:
     assert_parity(checkpoint, model, config, 6, prompts(*range(1, 25)))
 
 
-def test_parity_of_a_bfloat16_checkpoint_with_tied_embeddings(tmp_path: Path, model_cache: Path) -> None:
+def test_parity_of_a_bfloat16_checkpoint_with_tied_embeddings(tmp_path: Path, loaded: Load) -> None:
     checkpoint = save_checkpoint(mixtral_config(is_tied=True), tmp_path / "bfloat16", dtype=torch.bfloat16)
-    model, config = load(checkpoint, model_cache)
+    model, config = loaded(checkpoint, "qint4")
     assert model.pack.layout.layers[0].tensors[0].torch_dtype is torch.bfloat16
     assert_parity(checkpoint, model, config, 3, prompts(1, 7))
 
 
-def test_the_references_are_diverse(checkpoint: Path) -> None:
+def test_the_references_are_diverse(checkpoint: Path, device: DeviceName) -> None:
     """Parity with a model that repeats one token would prove little."""
-    assert len({token for prompt in prompts(7, 7, 7, 7) for token in expected(checkpoint, prompt)}) > 15
+    assert len({token for prompt in prompts(7, 7, 7, 7) for token in expected(checkpoint, prompt, device)}) > 15
 
 
 def test_the_better_the_draft_the_more_is_accepted(qwen3_moe: Path, loaded: Load) -> None:

@@ -1,6 +1,11 @@
-"""No slot is read before its transfer is done or overwritten while in use, and transfers overlap compute."""
+"""No slot is read before its transfer is done or overwritten while in use, and transfers overlap compute.
 
+Nor is anything that the device sends to the host read before it has arrived.
+"""
+
+from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -11,8 +16,11 @@ from engine.experts.layout import ExpertId, ExpertLayout, LayerLayout
 from engine.experts.policy import PerLayerLru
 from engine.experts.store import ExpertStore, HostStore
 from engine.experts.transfer import ExpertTransfers
-from tests.engine.harness import ignore_progress, load, running_core
-from tests.engine.stepped_device import SteppedDevice
+from engine.model.dispatch import ExpertsModule
+from engine.phases import PhaseClock
+from engine.speculative.draft import Drafter, QuantizedExperts
+from tests.engine.harness import load, running_core
+from tests.engine.stepped_device import SteppedDevice, SteppedEvent
 from tests.engine.tiny import random_prompt, reference_tokens
 
 NUM_LAYERS, NUM_EXPERTS = 3, 4
@@ -31,7 +39,7 @@ class Bench:
             record.fill_(index)
         slab = self.device.empty_bytes(num_slots, LAYOUT.expert_bytes)
         cache = ExpertCache(slab, PerLayerLru(num_slots, NUM_LAYERS))
-        self.transfers = ExpertTransfers(cache, HostStore(self.device, LAYOUT, records), self.device)
+        self.transfers = ExpertTransfers(cache, HostStore(self.device, list(LAYOUT.experts()), records), self.device)
 
     def enqueue_all(self) -> int:
         """Enqueue transfers while there are slots for them; how many."""
@@ -121,13 +129,89 @@ def test_the_stepped_device_notices_a_copy_that_does_not_wait() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("num_slots", [1, 3, 8])
-def test_parity_for_any_order_of_the_device(mixtral: Path, model_cache: Path, seed: int, num_slots: int) -> None:
+@pytest.mark.parametrize(("num_slots", "num_host_experts"), [(1, 18), (3, 7), (3, 18), (8, 0)])
+def test_parity_for_any_order_of_the_device(
+    mixtral: Path, model_cache: Path, seed: int, num_slots: int, num_host_experts: int
+) -> None:
     prompt = random_prompt(0, 7)
     model, config = load(mixtral, model_cache)
     device = SteppedDevice(seed)
-    with model.pack.open_records() as records:
-        store = HostStore.load(device, model.pack.layout, records, ignore_progress)
-    with running_core(model, config, num_slots, device=device, store=store) as running:
+    assert model.draft is not None
+    model = model._replace(draft=QuantizedExperts(model.draft.layers, device))
+    with running_core(model, config, num_slots, device=device, num_host_experts=num_host_experts) as running:
         reply = running.generate(prompt, 12, ignore_eos=True)
     assert reply.token_ids == reference_tokens(mixtral, prompt, 12, ignore_eos=True)
+
+
+def test_what_is_sent_to_the_host_arrives_when_the_compute_queue_gets_there() -> None:
+    device = SteppedDevice()
+    source = torch.tensor([3, 1, 2])
+    copy = device.to_host(source)
+    source.zero_()  # by compute that comes later in the queue
+    assert copy.destination.tolist() == [-1, -1, -1]
+    assert device.finish_compute()
+    assert copy.tensor().tolist() == [3, 1, 2]
+    assert device.to_host(source).tensor().tolist() == [0, 0, 0]
+
+
+class WatchedDevice(SteppedDevice):
+    """Notes in which phase somebody waits for it."""
+
+    def __init__(self, clock: PhaseClock) -> None:
+        super().__init__()
+        self.clock = clock
+        self.waits: list[str] = []
+
+    def drive_until(self, event: SteppedEvent) -> None:
+        self.waits.append(self.clock._open[-1])
+        super().drive_until(event)
+
+
+class WatchedExperts(QuantizedExperts):
+    """Notes what the passes really route to."""
+
+    routed: set[ExpertId]
+
+    def __call__(
+        self,
+        module: ExpertsModule,
+        layer: int,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        self.routed.update(ExpertId(layer, expert) for expert in top_k_index.flatten().tolist())
+        return super().__call__(module, layer, hidden_states, top_k_index, top_k_weights)
+
+
+class Plans:
+    """Takes the place of the transfers, of which a draft uses no more."""
+
+    def __init__(self) -> None:
+        self.plans: list[set[ExpertId]] = []
+
+    def plan(self, predicted: Sequence[ExpertId]) -> None:
+        self.plans.append(set(predicted))
+
+
+def test_routes_travel_while_a_token_is_chosen_and_are_planned_once_they_have_arrived(
+    mixtral: Path, model_cache: Path
+) -> None:
+    loaded, _ = load(mixtral, model_cache)
+    assert loaded.draft is not None
+    clock, transfers = PhaseClock(), Plans()
+    device = WatchedDevice(clock)
+    experts = WatchedExperts(loaded.draft.layers, device)
+    experts.routed = set()
+    routed_before: list[set[ExpertId]] = []
+
+    def choose(logits: torch.Tensor) -> tuple[int, torch.Tensor]:
+        assert len(device.computes) == 1, "the routes are under way, and nobody has waited for them"
+        routed_before.append(set(experts.routed))
+        return int(logits.argmax()), logits
+
+    drafter = Drafter(loaded.model, experts, cast(ExpertTransfers, transfers), clock)
+    draft = drafter.propose(5, 3, choose, loaded.model.new_cache(100))
+    assert len(draft.token_ids) == 3
+    assert transfers.plans == [*routed_before, experts.routed]
+    assert device.waits == ["draft"] * 4

@@ -13,6 +13,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from engine.config import DeviceName
+
 VOCAB_SIZE = 96
 EOS_TOKEN_ID = 2
 
@@ -72,19 +74,22 @@ def save_checkpoint(config: PreTrainedConfig, path: Path, *, seed: int = 0, dtyp
 
 
 @cache
-def reference_model(path: Path) -> PreTrainedModel:
+def reference_model(path: Path, device: DeviceName = "cpu") -> PreTrainedModel:
     """The checkpoint as transformers loads it, in float32."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     model.eval()
-    return model
+    on_device: PreTrainedModel = model.to(device)
+    return on_device
 
 
-def reference_tokens(path: Path, prompt: list[int], max_tokens: int, *, ignore_eos: bool = False) -> list[int]:
-    """What transformers' own greedy `generate` continues the prompt with, in float32."""
-    model: Any = reference_model(path)
+def reference_tokens(
+    path: Path, prompt: list[int], max_tokens: int, *, ignore_eos: bool = False, device: DeviceName = "cpu"
+) -> list[int]:
+    """What transformers' own greedy `generate` continues the prompt with, in float32 on the device."""
+    model: Any = reference_model(path, device)
     output = model.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        torch.tensor([prompt], device=device),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long, device=device),
         max_new_tokens=max_tokens,
         do_sample=False,
         eos_token_id=None if ignore_eos else EOS_TOKEN_ID,

@@ -12,6 +12,8 @@ from engine.kernels.quantization import (
     QuantizedStack,
     dequantize,
     quantize,
+    require_fitting,
+    stack_bytes,
     unpack,
     unpack_integers,
 )
@@ -92,6 +94,37 @@ def test_data_takes_so_many_bits_per_weight(weights: DraftWeights, bits: int) ->
         assert stack.shift.numel() == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("group_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("shape", [(16, 128), (48, 256), (4, 128), (128, 384), (36, 640)])
+@pytest.mark.parametrize("weights", [*GROUPED, *BY_ROW])
+def test_the_bytes_of_a_stack_are_known_beforehand(
+    weights: DraftWeights, shape: tuple[int, int], group_size: int, dtype: torch.dtype
+) -> None:
+    spec = QuantizationSpec(weights, group_size)
+    require_fitting(spec, [torch.Size(shape)])
+    stack = quantize(matrices(shape=torch.Size(shape), dtype=dtype), spec)
+    assert stack_bytes(spec, 3, torch.Size(shape), dtype) == sum(tensor.nbytes for tensor in stack)
+
+
+@pytest.mark.parametrize("weights", BY_ROW)
+def test_the_bytes_of_odd_matrices_are_known_too(weights: DraftWeights) -> None:
+    spec, shape = QuantizationSpec(weights, 64), torch.Size((5, 7))
+    stack = quantize(matrices(shape=shape), spec)
+    assert stack_bytes(spec, 3, shape, torch.float32) == sum(tensor.nbytes for tensor in stack)
+
+
+@pytest.mark.parametrize("weights", [*GROUPED, *BY_ROW])
+def test_matrices_are_quantized_one_by_one(weights: DraftWeights) -> None:
+    spec = QuantizationSpec(weights, 32)
+    experts = matrices(dtype=torch.bfloat16)
+    together = quantize(experts, spec)
+    for expert, matrix in enumerate(experts):
+        for alone, part in zip(quantize(iter([matrix]), spec), together, strict=True):
+            assert alone.dtype is part.dtype
+            assert torch.equal(alone.float(), part[expert : expert + 1].float())
+
+
 @pytest.mark.parametrize("weights", GROUPED)
 def test_scale_and_shift_turn_the_unpacked_integers_into_weights(weights: DraftWeights) -> None:
     spec = QuantizationSpec(weights, 16)
@@ -124,22 +157,32 @@ def test_the_packed_data_is_quantos_own() -> None:
 def test_a_group_size_that_does_not_divide_the_rows_is_refused(
     weights: DraftWeights, num_columns: int, group_size: int, advice: str
 ) -> None:
-    experts = matrices(shape=torch.Size((8, num_columns)))
+    shapes = [torch.Size((8, num_columns))]
     with pytest.raises(ConfigError, match=rf"draft_group_size {group_size} .* rows of {num_columns} .*{advice}"):
-        quantize(experts, QuantizationSpec(weights, group_size))
+        require_fitting(QuantizationSpec(weights, group_size), shapes)
 
 
 @pytest.mark.parametrize(("num_columns", "group_size", "advised"), [(96, 64, 32), (256, 96, 128), (80, 32, 16)])
 def test_the_advised_group_size_works(num_columns: int, group_size: int, advised: int) -> None:
-    experts = matrices(shape=torch.Size((8, num_columns)))
+    shape = torch.Size((8, num_columns))
     with pytest.raises(ConfigError, match=f"such as {advised}"):
-        quantize(experts, QuantizationSpec("qint4", group_size))
-    assert isinstance(quantize(experts, QuantizationSpec("qint4", advised)), QuantizedStack)
+        require_fitting(QuantizationSpec("qint4", group_size), [shape])
+    require_fitting(QuantizationSpec("qint4", advised), [shape])
+    assert isinstance(quantize(matrices(shape=shape), QuantizationSpec("qint4", advised)), QuantizedStack)
+
+
+def test_one_matrix_that_does_not_fit_is_enough() -> None:
+    spec = QuantizationSpec("qint4", 64)
+    fitting, other = torch.Size((8, 128)), torch.Size((128, 96))
+    require_fitting(spec, [fitting, fitting])
+    with pytest.raises(ConfigError, match="rows of 96"):
+        require_fitting(spec, [fitting, other, fitting])
 
 
 @pytest.mark.parametrize("weights", BY_ROW)
 def test_types_with_a_scale_per_row_have_no_groups(weights: DraftWeights) -> None:
     experts = matrices(shape=torch.Size((8, 33)))
+    require_fitting(QuantizationSpec(weights, 64), [torch.Size((8, 33))])
     stack = quantize(experts, QuantizationSpec(weights, 64))
     assert torch.equal(stack.scale, quantize(experts, QuantizationSpec(weights, 7)).scale)
 
@@ -156,3 +199,12 @@ def test_unpacking_undoes_packing(bits: int) -> None:
     integers = torch.randint(0, 2**bits, (64, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     packed = PackedTensor.pack(integers, bits)
     assert torch.equal(unpack_integers(packed._data, bits), integers)
+
+
+@pytest.mark.parametrize(("weights", "num_rows"), [("qint4", 7), ("qint2", 6)])
+def test_groups_that_do_not_fill_their_bytes_are_refused(weights: DraftWeights, num_rows: int) -> None:
+    shape = torch.Size((num_rows, 64))
+    with pytest.raises(ConfigError, match=rf"{weights} cannot pack .* {num_rows} x 64 in groups of 64"):
+        require_fitting(QuantizationSpec(weights, 64), [shape])
+    require_fitting(QuantizationSpec(weights, 16), [shape])
+    require_fitting(QuantizationSpec("qint8", 64), [shape])

@@ -8,6 +8,7 @@ from engine.kernels.quantized_linear import (
     Int4Linear,
     Int8Linear,
     QuantizedLinear,
+    kernel_for,
     quantized_linear,
 )
 
@@ -118,6 +119,31 @@ def test_the_memory_is_that_of_the_bits_plus_scales(weights: DraftWeights, bytes
     linear = quantized_linear(stack_of(spec, shape), spec, shape, CPU)
     data = NUM_EXPERTS * shape.numel() * bytes_per_weight
     assert data < linear.num_bytes < 1.6 * data
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("group_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("shape", [(16, 128), (48, 256), (24, 384), (4, 640)])
+@pytest.mark.parametrize("weights", ["qint2", "qint4", "qint8", "qfloat8"])
+def test_the_memory_is_known_beforehand(
+    weights: DraftWeights, shape: tuple[int, int], group_size: int, dtype: torch.dtype
+) -> None:
+    spec, size = QuantizationSpec(weights, group_size), torch.Size(shape)
+    matrices = torch.randn(NUM_EXPERTS, *shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    linear = quantized_linear(quantize(matrices, spec), spec, size, CPU)
+    kernel = kernel_for(spec, size, CPU)
+    assert type(linear) is kernel
+    assert kernel.device_bytes(spec, NUM_EXPERTS, size, dtype) == linear.num_bytes
+    tensors = [value for value in vars(linear).values() if isinstance(value, torch.Tensor)]
+    stacks = [value for value in vars(linear).values() if isinstance(value, QuantizedStack)]
+    assert linear.num_bytes == sum(tensor.nbytes for tensor in [*tensors, *(part for s in stacks for part in s)])
+
+
+def test_where_there_is_no_kernel_the_stack_is_kept_as_it_is() -> None:
+    spec, shape = QuantizationSpec("qint4", 32), torch.Size((32, 64))
+    kernel = kernel_for(spec, shape, torch.device("cuda"))
+    assert kernel is DequantizingLinear
+    assert kernel.device_bytes(spec, 2, shape, torch.float32) == sum(t.nbytes for t in stack_of(spec, shape))
 
 
 def test_experts_do_not_mix() -> None:

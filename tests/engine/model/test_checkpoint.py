@@ -1,157 +1,142 @@
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from engine.errors import ModelNotFoundError, UnsupportedModelError
 from engine.model.causal_lm import CausalLM
-from engine.model.checkpoint import (
-    build_model,
-    dense_state,
-    expert_parameters,
-    experts_modules,
-    load_whole,
-    main_dtype,
-    read_config,
-)
+from engine.model.checkpoint import build_model, read_config
 from engine.model.dispatch import ExpertsModule
+from engine.model.structure import dense_parameters, fused_names
+from engine.model.weights import CheckpointReader
+from tests.engine.families import FAMILIES
+from tests.engine.oracle import dense_of, load_whole
 from tests.engine.tiny import VOCAB_SIZE, mixtral_config, save_checkpoint
 
 CPU = torch.device("cpu")
 
-
-@pytest.fixture(scope="module")
-def tied_mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(mixtral_config(is_tied=True), tmp_path_factory.mktemp("checkpoints") / "tied-mixtral")
+Parts = list[dict[str, torch.Tensor]]
 
 
-@pytest.fixture(params=["mixtral", "tied_mixtral", "qwen3_moe"])
-def checkpoint(request: pytest.FixtureRequest) -> Path:
-    path: Path = request.getfixturevalue(request.param)
-    return path
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    name: str = request.param
+    return save_checkpoint(FAMILIES[name](), tmp_path_factory.mktemp("checkpoints") / name, dtype=torch.bfloat16)
 
 
 @pytest.fixture
 def own_mixtral(tmp_path: Path) -> Path:
-    """A checkpoint that the test may damage."""
+    """A checkpoint that the test may change."""
     return save_checkpoint(mixtral_config(), tmp_path / "mixtral", dtype=torch.bfloat16)
 
 
-def dense_file(model: PreTrainedModel, path: Path) -> Path:
-    save_file(dense_state(model), path)
-    return path
+def dense_parts(checkpoint: Path) -> Parts:
+    return list(CheckpointReader(checkpoint, read_config(checkpoint)).dense_parts())
 
 
-def num_dense_parameters(model: PreTrainedModel) -> int:
-    """By transformers' own count, in which tied weights count once."""
-    num_experts_parameters = sum(
-        parameter.numel() for _, module in experts_modules(model) for parameter in expert_parameters(module).values()
-    )
-    return sum(parameter.numel() for parameter in model.parameters()) - num_experts_parameters
-
-
-def tiny_llama() -> PreTrainedConfig:
-    return LlamaConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1
+def build(checkpoint: Path, parts: Parts | None = None, *, dtype: torch.dtype | None = None) -> CausalLM:
+    """In the checkpoint's own type by default."""
+    config = read_config(checkpoint)
+    stored_dtype = CheckpointReader(checkpoint, config).dtype
+    return build_model(
+        config,
+        dense_parts(checkpoint) if parts is None else parts,
+        stored_dtype=stored_dtype,
+        dtype=dtype or stored_dtype,
+        device=CPU,
     )
 
 
-def test_a_dense_model_is_refused_by_name() -> None:
-    model = AutoModelForCausalLM.from_config(tiny_llama())
-    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM has no experts") as caught:
-        experts_modules(model)
-    assert "mixture-of-experts" in str(caught.value)
+def test_the_built_model_has_the_dense_weights_and_no_experts(checkpoint: Path) -> None:
+    whole, model = load_whole(checkpoint), build(checkpoint)._model
+    built, fused = model.state_dict(), {name for names in fused_names(whole) for name in names}
+    assert built.keys() == whole.state_dict().keys()
+    assert {name for name, tensor in built.items() if tensor.is_meta} == fused
+    for name, tensor in dense_of(whole).items():
+        assert built[name].dtype is tensor.dtype
+        assert torch.equal(built[name], tensor)
+    assert not model.training
 
 
-def test_experts_modules_come_in_order_and_without_the_dense_layers(mixtral: Path, qwen3_moe: Path) -> None:
-    names = [name for name, _ in experts_modules(load_whole(mixtral))]
-    assert names == [f"model.layers.{layer}.mlp.experts" for layer in range(3)]
-    names = [name for name, _ in experts_modules(load_whole(qwen3_moe))]
-    assert names == [f"model.layers.{layer}.mlp.experts" for layer in (0, 2, 3)]
+def test_what_is_computed_rather_than_stored_is_there_too(checkpoint: Path) -> None:
+    whole, model = load_whole(checkpoint), build(checkpoint)._model
+    expected = dict(whole.named_buffers())
+    assert set(expected) - set(whole.state_dict())
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, expected.pop(name))
+    assert not expected
 
 
-def test_expert_parameters_are_the_fused_weights(qwen3_moe: Path) -> None:
-    for _, module in experts_modules(load_whole(qwen3_moe)):
-        shapes = {name: tuple(parameter.shape) for name, parameter in expert_parameters(module).items()}
-        assert shapes == {"gate_up_proj": (8, 128, 64), "down_proj": (8, 64, 64)}
-
-
-def test_dense_state_is_everything_but_the_experts(checkpoint: Path) -> None:
-    model = load_whole(checkpoint)
-    dense = dense_state(model)
-    assert not any("experts." in name for name in dense)
-    assert sum(tensor.numel() for tensor in dense.values()) == num_dense_parameters(model)
-    state = model.state_dict()
-    assert all(torch.equal(tensor, state[name]) for name, tensor in dense.items())
-
-
-def test_tied_weights_are_stored_once(mixtral: Path, tied_mixtral: Path) -> None:
-    tied, untied = dense_state(load_whole(tied_mixtral)), dense_state(load_whole(mixtral))
-    assert len({"lm_head.weight", "model.embed_tokens.weight"} & tied.keys()) == 1
-    assert {"lm_head.weight", "model.embed_tokens.weight"} <= untied.keys()
-
-
-def test_the_built_model_has_the_dense_weights_and_no_experts(checkpoint: Path, tmp_path: Path) -> None:
-    whole = load_whole(checkpoint)
-    model = build_model(read_config(checkpoint), dense_file(whole, tmp_path / "dense.safetensors"), torch.float32, CPU)
-    built = dict(model._model.named_parameters())
-    for name, parameter in whole.named_parameters():
-        if ".experts." in name:
-            assert built[name].is_meta
-        else:
-            assert torch.equal(built[name], parameter)
-    for name, buffer in whole.named_buffers():
-        assert torch.equal(model._model.get_buffer(name), buffer)
-    assert not model._model.training
-
-
-def test_tied_weights_count_once(checkpoint: Path, tmp_path: Path) -> None:
-    whole = load_whole(checkpoint)
-    model = build_model(read_config(checkpoint), dense_file(whole, tmp_path / "dense.safetensors"), torch.float32, CPU)
-    is_tied = whole.config.tie_word_embeddings
-    embeddings, head = (
-        model._model.get_parameter("model.embed_tokens.weight"),
-        model._model.get_parameter("lm_head.weight"),
-    )
-    assert (embeddings is head) == is_tied
-    assert model.num_parameters == num_dense_parameters(whole)
+@pytest.mark.parametrize("names", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]])
+def test_tied_weights_are_one(tmp_path: Path, names: list[str]) -> None:
+    checkpoint = save_checkpoint(mixtral_config(is_tied=True), tmp_path / "tied")
+    tensors = load_file(checkpoint / "model.safetensors")
+    embeddings = tensors.pop("model.embed_tokens.weight")
+    stored_as = {"embed_tokens": "model.embed_tokens.weight", "lm_head": "lm_head.weight"}
+    tensors |= {stored_as[name]: embeddings.clone() for name in names}
+    save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    whole, model = load_whole(checkpoint), build(checkpoint)
+    head = model._model.get_parameter("lm_head.weight")
+    assert head is model._model.get_parameter("model.embed_tokens.weight")
+    assert torch.equal(head, embeddings)
+    # By transformers' own count, in which tied weights count once.
+    assert model.num_parameters == sum(parameter.numel() for parameter in dense_parameters(whole))
     num_buffer_bytes = sum(tensor.nbytes for _, tensor in whole.named_buffers())
     assert model.num_parameters * 4 <= model.num_bytes <= model.num_parameters * 4 + num_buffer_bytes
 
 
-def test_the_main_type_is_converted_and_others_stay(own_mixtral: Path, tmp_path: Path) -> None:
-    dense = dense_state(load_whole(own_mixtral))
-    dense["model.norm.weight"] = dense["model.norm.weight"].float()
-    save_file(dense, tmp_path / "dense.safetensors")
-    model = build_model(read_config(own_mixtral), tmp_path / "dense.safetensors", torch.float16, CPU)
-    dtypes = {name: p.dtype for name, p in model._model.named_parameters() if not p.is_meta}
-    assert dtypes.pop("model.norm.weight") is torch.float32
-    assert set(dtypes.values()) == {torch.float16}
+def test_tied_weights_that_differ_stay_two_as_transformers_keeps_them(tmp_path: Path) -> None:
+    checkpoint = save_checkpoint(mixtral_config(is_tied=True), tmp_path / "tied")
+    head = torch.randn(VOCAB_SIZE, 64, generator=torch.Generator().manual_seed(0))
+    tensors = load_file(checkpoint / "model.safetensors") | {"lm_head.weight": head}
+    save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    model = build(checkpoint)._model
+    assert torch.equal(model.get_parameter("lm_head.weight"), head)
+    assert torch.equal(model.get_parameter("model.embed_tokens.weight"), tensors["model.embed_tokens.weight"])
 
 
-def test_a_configuration_need_not_name_the_type(own_mixtral: Path, tmp_path: Path) -> None:
-    config_file = own_mixtral / "config.json"
-    config = json.loads(config_file.read_text())
-    assert config.pop("dtype") == "bfloat16"
-    config_file.write_text(json.dumps(config))
-    whole = load_whole(own_mixtral)
-    assert {parameter.dtype for parameter in whole.parameters()} == {torch.bfloat16}
-    model = build_model(read_config(own_mixtral), dense_file(whole, tmp_path / "dense.safetensors"), torch.float32, CPU)
-    assert {parameter.dtype for parameter in model._model.parameters()} == {torch.float32}
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_checkpoints_type_is_converted_and_others_stay(own_mixtral: Path, dtype: torch.dtype) -> None:
+    parts = dense_parts(own_mixtral)
+    for part in parts:
+        if "model.norm.weight" in part:
+            part["model.norm.weight"] = part["model.norm.weight"].double()
+    dtypes = {
+        name: parameter.dtype
+        for name, parameter in build(own_mixtral, parts, dtype=dtype)._model.named_parameters()
+        if not parameter.is_meta
+    }
+    assert dtypes.pop("model.norm.weight") is torch.float64
+    assert set(dtypes.values()) == {dtype}
 
 
-def test_main_dtype_is_that_of_most_weights_not_of_most_tensors() -> None:
-    weights = [torch.zeros(2), torch.zeros(3), torch.zeros(6, dtype=torch.bfloat16)]
-    assert main_dtype(weights) is torch.bfloat16
+def test_buffers_that_transformers_keeps_in_float32_stay(tmp_path: Path) -> None:
+    checkpoint = save_checkpoint(FAMILIES["deepseek_v3"](), tmp_path / "model", dtype=torch.bfloat16)
+    model = build(checkpoint, dtype=torch.float16)._model
+    biases = {name: t.dtype for name, t in model.state_dict().items() if name.endswith("e_score_correction_bias")}
+    assert set(biases.values()) == {torch.float32}
+    assert model.get_parameter("lm_head.weight").dtype is torch.float16
 
 
-def test_the_model_runs_with_the_experts_that_the_caller_brings(mixtral: Path, tmp_path: Path) -> None:
-    model: CausalLM = build_model(
-        read_config(mixtral), dense_file(load_whole(mixtral), tmp_path / "dense.safetensors"), torch.float32, CPU
-    )
+def test_the_parts_may_be_of_any_size_and_are_not_all_held_at_once(own_mixtral: Path) -> None:
+    weights = {name: tensor for part in dense_parts(own_mixtral) for name, tensor in part.items()}
+
+    def one_by_one() -> Iterator[dict[str, torch.Tensor]]:
+        for name in reversed(weights):
+            yield {name: weights[name]}
+
+    config = read_config(own_mixtral)
+    options = {"stored_dtype": torch.bfloat16, "dtype": torch.bfloat16}
+    model = build_model(config, one_by_one(), **options, device=CPU)
+    for name, tensor in model._model.state_dict().items():
+        assert tensor.is_meta or torch.equal(tensor, weights[name])
+
+
+def test_the_model_runs_with_the_experts_that_the_caller_brings(mixtral: Path) -> None:
+    model = build(mixtral)
     layers: list[int] = []
 
     def experts(
@@ -171,47 +156,37 @@ def test_the_model_runs_with_the_experts_that_the_caller_brings(mixtral: Path, t
     assert layers == [0, 1, 2]
 
 
-def remove_weights(path: Path, part: str) -> None:
-    file = path / "model.safetensors"
-    save_file({name: w for name, w in load_file(file).items() if part not in name}, file, metadata={"format": "pt"})
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.2.self_attn.q_proj.weight"])
+def test_without_all_dense_weights_there_is_no_model(own_mixtral: Path, name: str) -> None:
+    parts = dense_parts(own_mixtral)
+    for part in parts:
+        part.pop(name, None)
+    with pytest.raises(UnsupportedModelError, match=rf"MixtralForCausalLM needs .* lacks: {name}\."):
+        build(own_mixtral, parts)
 
 
-def test_weights_that_are_missing_are_not_made_up(own_mixtral: Path) -> None:
-    remove_weights(own_mixtral, "layernorm")
-    with pytest.raises(
-        UnsupportedModelError, match=r"needs weights that the checkpoint lacks: .*layernorm.* and 1 more"
-    ):
-        load_whole(own_mixtral)
+def test_a_buffer_that_is_missing_is_not_made_up(tmp_path: Path) -> None:
+    checkpoint = save_checkpoint(FAMILIES["deepseek_v3"](), tmp_path / "model", dtype=torch.bfloat16)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    parts = dense_parts(checkpoint)
+    assert any(part.pop(name, None) is not None for part in parts)
+    with pytest.raises(UnsupportedModelError, match=f"lacks: {name}"):
+        build(checkpoint, parts)
 
 
-def test_a_missing_expert_is_said(own_mixtral: Path) -> None:
-    remove_weights(own_mixtral, "layers.1.block_sparse_moe.experts.2.")
-    with pytest.raises((ModelNotFoundError, UnsupportedModelError)) as caught:
-        load_whole(own_mixtral)
-    assert "\n" not in str(caught.value)
-
-
-def test_weights_that_cannot_be_read_are_said(own_mixtral: Path) -> None:
-    (own_mixtral / "model.safetensors").write_bytes(b"not weights" * 10)
-    with pytest.raises(ModelNotFoundError, match="has no weights that transformers can load"):
-        load_whole(own_mixtral)
-    (own_mixtral / "model.safetensors").unlink()
-    with pytest.raises(ModelNotFoundError, match="has no weights that transformers can load") as caught:
-        load_whole(own_mixtral)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_pack_that_lacks_dense_weights_is_not_served(mixtral: Path, tmp_path: Path) -> None:
-    dense = dense_state(load_whole(mixtral))
-    del dense["model.norm.weight"]
-    save_file(dense, tmp_path / "dense.safetensors")
-    with pytest.raises(UnsupportedModelError, match=r"lacks: model\.norm\.weight\."):
-        build_model(read_config(mixtral), tmp_path / "dense.safetensors", torch.float32, CPU)
+def test_of_many_missing_weights_some_are_named(own_mixtral: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"lacks: lm_head\.weight, .* and \d+ more\.$"):
+        build(own_mixtral, [])
 
 
 @pytest.mark.parametrize(
     "content",
-    [None, "{", "{}", '{"model_type": "from-the-future"}', '{"model_type": "mixtral", "num_hidden_layers": "many"}'],
+    [
+        *(None, "", "{", "{}", "[]", "null", '"mixtral"', "1"),
+        '{"model_type": "from-the-future"}',
+        '{"model_type": "mixtral", "num_hidden_layers": "x"}',
+        '{"model_type": "mixtral", "rope_parameters": 1}',
+    ],
 )
 def test_a_directory_without_a_configuration_is_said(content: str | None, tmp_path: Path) -> None:
     if content is not None:
@@ -220,3 +195,12 @@ def test_a_directory_without_a_configuration_is_said(content: str | None, tmp_pa
         read_config(tmp_path)
     assert str(tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("method", ["mxfp4", "fp8", "awq", "bitsandbytes"])
+def test_a_quantized_release_is_refused_by_its_method(own_mixtral: Path, method: str) -> None:
+    file = own_mixtral / "config.json"
+    config = json.loads(file.read_text()) | {"quantization_config": {"quant_method": method}}
+    file.write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match=rf"is a quantized release \({method}\).* choose one in bfloat16"):
+        read_config(own_mixtral)

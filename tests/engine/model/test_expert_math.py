@@ -11,9 +11,9 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from engine.model.checkpoint import expert_parameters
 from engine.model.dispatch import ExpertsModule
 from engine.model.expert_math import RoutedTokens, expert_forward
+from engine.model.structure import expert_parameters
 from engine.speculative.verify import full_precision_linear
 
 NUM_EXPERTS = 6
