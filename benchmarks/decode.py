@@ -25,10 +25,12 @@ from transformers import AutoTokenizer
 
 from engine.build import Engine, open_engine
 from engine.config import EngineConfig
+from engine.loading import locate_model
+from engine.phases import PhaseClock
 from engine.process import quiet_libraries
 from engine.protocol import CycleStats, Prefill, SamplingParams, Submit, Tokens, ToServer
 
-ENGINE_SETTINGS = ("cache", "device", "device_memory", "draft_length", "draft_weights", "dtype")
+ENGINE_SETTINGS = ("cache", "device", "device_memory", "host_memory", "draft_length", "draft_weights", "dtype")
 
 PROMPTS = (
     "Write a short story about a lighthouse keeper and a storm.",
@@ -141,13 +143,14 @@ def main() -> int:
     quiet_libraries()
     with ExitStack() as stack:
         config = EngineConfig.model_validate({"model": arguments.model, **settings})
-        drafted = stack.enter_context(open_engine(config, lambda loading: None))
-        memory = drafted.capabilities.device_memory_bytes
+        drafted = stack.enter_context(open_engine(config, lambda message: None, PhaseClock()))
+        model_path = locate_model(config, lambda message: None)
+        memory = drafted.capabilities.plan.budget_bytes["device"]
         plain_config = config.model_copy(update={"draft": False, "device_memory": memory})
-        plain = stack.enter_context(open_engine(plain_config, lambda loading: None))
-        slots = {"draft": drafted.capabilities.num_slots, "no draft": plain.capabilities.num_slots}
+        plain = stack.enter_context(open_engine(plain_config, lambda message: None, PhaseClock()))
+        slots = {"draft": drafted.capabilities.plan.num_slots, "no draft": plain.capabilities.plan.num_slots}
         console.print(f"{memory / 1e6:.0f} MB of device memory; expert slots: {slots}")
-        tokenizer = AutoTokenizer.from_pretrained(drafted.capabilities.model_path)
+        tokenizer = AutoTokenizer.from_pretrained(model_path)
         runs = []
         for prompt in track(PROMPTS * arguments.rounds, "decoding", console=console):
             chat = [{"role": "user", "content": prompt}]

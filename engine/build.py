@@ -1,22 +1,29 @@
-"""Assembles the engine: the place that names concrete classes and divides the memory."""
+"""Assembles the engine: the place that names concrete classes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
-from engine.config import EngineConfig
+import msgspec
+
+from engine.config import EngineConfig, PackConfig
 from engine.core import CoreLimits, EngineCore
+from engine.description import describe_model
 from engine.device import Device, open_device
+from engine.errors import ConfigError
+from engine.experts.bandwidth import measure_copy, measure_disk
 from engine.experts.cache import ExpertCache
 from engine.experts.planner import PrefillPlanner
 from engine.experts.policy import PerLayerLru
-from engine.experts.store import DiskStore, ExpertStore, HostStore
+from engine.experts.store import DiskStore, ExpertStore, HostStore, TieredStore, host_experts
 from engine.experts.transfer import ExpertTransfers
-from engine.loading import LoadedModel, load_model
-from engine.memory import MemoryNeeds, MemoryPlan, memory_rows, plan_memory
-from engine.packing import Pack
+from engine.loading import LoadedModel, load_model, locate_configuration, locate_model, pack_model
+from engine.model.weights import weight_files
+from engine.packing import Pack, find_records
 from engine.phases import PhaseClock
-from engine.protocol import Capabilities, Loading, MemoryRow, OnProgress
+from engine.planning import Machine, plan_model, require_fit
+from engine.protocol import Capabilities, Loading, Located, ModelPlan, OnProgress, Tier
 from engine.speculative.draft import Drafter
 from engine.speculative.verify import CachedExperts
 
@@ -30,56 +37,97 @@ class Engine(NamedTuple):
 
 
 @contextmanager
-def open_engine(config: EngineConfig, on_progress: OnProgress) -> Iterator[Engine]:
-    """Load the model and start the transfer threads; both end with the block. Raises `SpecterError`."""
+def open_engine(config: EngineConfig, send: Callable[[Loading | Located], None], clock: PhaseClock) -> Iterator[Engine]:
+    """Plan, load the model and start the transfer threads; these end with the block. Raises `SpecterError`.
+
+    `send` takes what is told on the way; `clock` gets the stages of the start.
+    """
+    path = locate_model(config, send)
+    send(Located(str(path)))
     device = open_device(config.device)
-    loaded = load_model(config, device, on_progress)
-    needs = memory_needs(loaded, config)
-    memory = plan_memory(
-        needs,
-        expert_bytes=loaded.pack.layout.expert_bytes,
-        num_experts=loaded.pack.layout.num_experts,
-        # Without the type of the settings, which msgspec does not encode.
-        budget_bytes=None if config.device_memory is None else int(config.device_memory),
-        # The budget covers what is loaded already, so that counts as free.
-        free_bytes=device.free_bytes() + needs.dense + needs.draft,
-        is_cuda=device.kind == "cuda",
-    )
+    with clock.phase("planning"):
+        model = describe_model(config, path, device.torch_device)
+        plan = plan_model(config, model, Machine.of(device))
+        require_fit(plan)
+    loaded = load_model(config, model, device, clock, send)
     with ExitStack() as stack:
-        store = open_store(loaded.pack, device, on_progress)
-        stack.callback(store.close)
-        transfers = open_transfers(loaded, memory.num_slots, store, device)
-        stack.callback(transfers.close)
+        with clock.phase("experts"):
+            store = open_store(loaded.pack, plan.num_host_experts, device, send)
+            stack.callback(store.close)
+            transfers = open_transfers(loaded, plan.num_slots, store, device)
+            stack.callback(transfers.close)
+        with clock.phase("bandwidth"):
+            bandwidths = measure_tiers(plan.num_host_experts, plan.num_experts, device, loaded.pack.records_path)
         core = assemble_core(loaded, transfers, config)
-        yield Engine(core, describe(loaded, config, device, needs, memory))
-
-
-def memory_needs(loaded: LoadedModel, config: EngineConfig) -> MemoryNeeds:
-    """What the model wants on the device besides slots, in bytes."""
-    text_config = loaded.model.config.get_text_config()
-    # Activations of a prefill chunk: residual stream and projections, expert outputs; and the logits of a verify pass.
-    rows = config.prefill_chunk_tokens * text_config.hidden_size * (8 + 2 * loaded.probe.top_k)
-    logits = (config.draft_length + 1) * loaded.vocab_size
-    return MemoryNeeds(
-        dense=loaded.model.num_bytes,
-        draft=loaded.draft.num_bytes if loaded.draft else 0,
-        kv_cache=loaded.max_model_len * loaded.probe.kv_bytes_per_token,
-        workspace=loaded.codec.num_bytes + rows * loaded.dtype.itemsize + 4 * logits * 4,
-    )
-
-
-def open_store(pack: Pack, device: Device, on_progress: OnProgress) -> ExpertStore:
-    """On CUDA the experts are in host memory; on a CPU that is the device's own, so they stay on disk."""
-    records = pack.open_records()
-    if device.kind == "cpu":
-        return DiskStore(records)
-    with records:
-        return HostStore.load(
-            device,
-            pack.layout,
-            records,
-            lambda done: on_progress(Loading("Loading experts into host memory", done, pack.layout.num_experts)),
+        capabilities = Capabilities(
+            vocab_size=model.skeleton.vocab_size,
+            eos_token_ids=sorted(loaded.eos_token_ids),
+            draft_length=model.choices.draft_length,
+            plan=msgspec.structs.replace(plan, bandwidths=bandwidths),
+            startup_seconds=dict(clock.seconds),
         )
+        yield Engine(core, capabilities)
+
+
+def pack(config: PackConfig, on_progress: OnProgress) -> Path:
+    """Pack a model, with its draft; the pack's directory. Raises `SpecterError`."""
+    path = locate_model(config, on_progress)
+    model = describe_model(config, path, open_device(config.device).torch_device)
+    directory = config.out.expanduser() if config.out else None
+    packed, _ = pack_model(model, config.cache.expanduser(), directory, on_progress)
+    return packed.directory
+
+
+def plan(config: EngineConfig, on_progress: OnProgress) -> ModelPlan:
+    """Where everything would go, and how fast the tiers are here. Raises `SpecterError`."""
+    path = locate_configuration(config, on_progress)
+    try:
+        device: Device | None = open_device(config.device)
+    except ConfigError:
+        device = None
+    machine = Machine.of(device) if device else Machine.with_absent_cuda()
+    made = plan_model(config, describe_model(config, path, machine.device), machine)
+    weights = [file for file in weight_files(path) if file.exists()]
+    readable = find_records(path, config.cache.expanduser()) or max(
+        weights, key=lambda file: file.stat().st_size, default=None
+    )
+    bandwidths = measure_tiers(made.num_host_experts, made.num_experts, device, readable)
+    return msgspec.structs.replace(made, bandwidths=bandwidths)
+
+
+def measure_tiers(
+    num_host_experts: int, num_experts: int, device: Device | None, on_disk: Path | None
+) -> dict[Tier, float]:
+    """Bytes per second out of the tiers that experts are read from, as far as there is something to measure."""
+    bandwidths: dict[Tier, float] = {}
+    if num_host_experts and device:
+        bandwidths["host"] = measure_copy(device)
+    if num_host_experts < num_experts and on_disk and (bandwidth := measure_disk(on_disk)):
+        bandwidths["disk"] = bandwidth
+    return bandwidths
+
+
+def open_store(pack: Pack, num_host_experts: int, device: Device, on_progress: OnProgress) -> ExpertStore:
+    """As many experts as planned in host memory, the others on disk."""
+    with ExitStack() as stack:
+        records = stack.enter_context(pack.open_records())
+        store: ExpertStore
+        if not num_host_experts:
+            store = DiskStore(records, device)
+        else:
+            stage = "Loading experts into host memory"
+            host = HostStore.load(
+                device,
+                records,
+                host_experts(pack.layout, num_host_experts),
+                lambda done: on_progress(Loading(stage, done, num_host_experts)),
+            )
+            if num_host_experts == pack.layout.num_experts:
+                return host
+            stack.callback(host.close)
+            store = TieredStore(host, DiskStore(records, device))
+        stack.pop_all()  # the store closes them
+        return store
 
 
 def open_transfers(loaded: LoadedModel, num_slots: int, store: ExpertStore, device: Device) -> ExpertTransfers:
@@ -93,43 +141,19 @@ def open_transfers(loaded: LoadedModel, num_slots: int, store: ExpertStore, devi
 
 def assemble_core(loaded: LoadedModel, transfers: ExpertTransfers, config: EngineConfig) -> EngineCore:
     clock = PhaseClock()
+    skeleton, choices = loaded.description.skeleton, loaded.description.choices
     return EngineCore(
         model=loaded.model,
         experts=CachedExperts(transfers, loaded.codec),
         drafter=Drafter(loaded.model, loaded.draft, transfers, clock) if loaded.draft else None,
         transfers=transfers,
-        prefill_planner=PrefillPlanner(loaded.pack.layout, loaded.probe.top_k),
+        prefill_planner=PrefillPlanner(loaded.pack.layout, skeleton.top_k),
         clock=clock,
         limits=CoreLimits(
-            max_model_len=loaded.max_model_len,
-            vocab_size=loaded.vocab_size,
+            max_model_len=choices.max_model_len,
+            vocab_size=skeleton.vocab_size,
             eos_token_ids=loaded.eos_token_ids,
             prefill_chunk_tokens=config.prefill_chunk_tokens,
             draft_length=config.draft_length,
         ),
-    )
-
-
-def describe(
-    loaded: LoadedModel, config: EngineConfig, device: Device, needs: MemoryNeeds, memory: MemoryPlan
-) -> Capabilities:
-    layout = loaded.pack.layout
-    tier = MemoryRow(
-        "full-precision experts",
-        "disk" if device.kind == "cpu" else "host",
-        layout.num_experts * layout.expert_bytes,
-        f"{layout.num_experts} experts of {layout.expert_bytes / 1e6:.1f} MB",
-    )
-    return Capabilities(
-        model_path=str(loaded.path),
-        max_model_len=loaded.max_model_len,
-        vocab_size=loaded.vocab_size,
-        eos_token_ids=sorted(loaded.eos_token_ids),
-        num_experts=layout.num_experts,
-        num_slots=memory.num_slots,
-        expert_bytes=layout.expert_bytes,
-        draft_length=config.draft_length if loaded.draft else 0,
-        memory=[*memory_rows(needs, memory, layout.expert_bytes, layout.num_experts), tier],
-        device_memory_bytes=memory.budget_bytes,
-        decisions=[*loaded.decisions, f"{memory.reason[0].upper()}{memory.reason[1:]}."],
     )

@@ -63,7 +63,7 @@ class Device(ABC):
 
     @abstractmethod
     def empty_bytes(self, num_rows: int, row_bytes: int) -> torch.Tensor:
-        """Uninitialised uint8 tensor [num_rows, row_bytes] on the device; in host memory, its start aligned to a page."""
+        """Uninitialised uint8 tensor [num_rows, row_bytes] on the device; in host memory it starts at a page."""
 
     @abstractmethod
     def empty_host_bytes(self, num_rows: int, row_bytes: int) -> torch.Tensor:

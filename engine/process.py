@@ -12,12 +12,13 @@ import socket
 import struct
 import sys
 import threading
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from engine.config import EngineConfig
+from engine.config import PackConfig
 from engine.errors import SpecterError
+from engine.phases import PhaseClock
 from engine.protocol import (
     HEADER,
     MAX_MESSAGE_BYTES,
@@ -25,11 +26,13 @@ from engine.protocol import (
     Failed,
     Message,
     Ping,
+    Planned,
     Pong,
     Prepared,
     Ready,
     Shutdown,
     Submit,
+    Task,
     ToEngine,
     decode_to_engine,
     encode,
@@ -39,8 +42,6 @@ if TYPE_CHECKING:
     from engine.core import EngineCore
 
 logger = logging.getLogger(__name__)
-
-Task = Literal["serve", "prepare"]
 
 
 class Connection:
@@ -97,20 +98,28 @@ def serve(connection: Connection, core: "EngineCore") -> None:
         core.step()
 
 
-def run(connection: Connection, task: Task, config: EngineConfig) -> None:
+def run(connection: Connection, task: Task, config: PackConfig) -> None:
     """Do the task; returns when it is done or the server says so."""
-    # torch and transformers take seconds, which the server process should not pay for importing this module's types.
-    from engine.build import open_engine
-    from engine.loading import prepare_model
+    clock = PhaseClock()
+    with clock.phase("imports"):
+        # torch and transformers take seconds, which the server process should not pay for importing this module's
+        # types.
+        from engine.build import open_engine, pack, plan
+        from engine.loading import locate_model
 
-    quiet_libraries()
-    if task == "prepare":
-        connection.send(Prepared(str(prepare_model(config, connection.send))))
-        return
-    with open_engine(config, connection.send) as (core, capabilities):
-        connection.is_serving = True
-        connection.send(Ready(capabilities))
-        serve(connection, core)
+        quiet_libraries()
+    match task:
+        case "prepare":
+            connection.send(Prepared(str(locate_model(config, connection.send))))
+        case "pack":
+            connection.send(Prepared(str(pack(config, connection.send))))
+        case "plan":
+            connection.send(Planned(plan(config, connection.send)))
+        case "serve":
+            with open_engine(config, connection.send, clock) as (core, capabilities):
+                connection.is_serving = True
+                connection.send(Ready(capabilities))
+                serve(connection, core)
 
 
 def quiet_libraries() -> None:
@@ -137,7 +146,7 @@ def main() -> int:
         connection = Connection(sock)
         threading.Thread(target=connection.read_all, name="reader", daemon=True).start()
         try:
-            run(connection, cast(Task, task), EngineConfig.model_validate_json(config_json))
+            run(connection, cast(Task, task), PackConfig.model_validate_json(config_json))
         except (BrokenPipeError, ConnectionResetError):
             return 1  # the server is gone, and with it whoever could be told
         except SpecterError as error:

@@ -1,0 +1,237 @@
+"""Where every part of a model goes. Loads no weights.
+
+`specter plan` prints the plan; `serve` makes the same one first, refuses what does not fit, and loads by it.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from engine.config import DEMO_MODEL, EngineConfig
+from engine.description import ModelDescription
+from engine.device import Device
+from engine.dtypes import dtype_name
+from engine.errors import ConfigError, InsufficientMemoryError
+from engine.forecast import forecast
+from engine.host_memory import available_bytes
+from engine.memory import Budget, SlotPlan, device_budget, host_budget, plan_slots, showcase_budget
+from engine.model.skeleton import Skeleton
+from engine.protocol import Forecast, MemoryRow, ModelPlan, Tier
+from engine.remedies import device_remedies
+from engine.sizing import Choices, ModelSizes
+
+
+class Machine(NamedTuple):
+    """What there is to plan for."""
+
+    device: torch.device
+    description: str
+    free_device_bytes: int | None
+    """None where the device is not in this machine."""
+    free_host_bytes: int
+
+    @classmethod
+    def of(cls, device: Device) -> "Machine":
+        return cls(device.torch_device, device.describe(), device.free_bytes(), available_bytes())
+
+    @classmethod
+    def with_absent_cuda(cls) -> "Machine":
+        """A GPU that this machine does not have."""
+        return cls(torch.device("cuda"), "a CUDA device (there is none here)", None, available_bytes())
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether this is another machine than the one that plans, whose sizes are as set."""
+        return self.free_device_bytes is None
+
+    def free_beside(self, host_bytes: int) -> int | None:
+        """What is free on the device where the host tier takes `host_bytes`, which on a CPU are the same memory."""
+        if self.free_device_bytes is None:
+            return None
+        return max(0, self.free_device_bytes - host_bytes) if self.is_cpu else self.free_device_bytes
+
+
+def plan_model(config: EngineConfig, model: ModelDescription, machine: Machine) -> ModelPlan:
+    """Divide the machine's memory.
+
+    A model that does not fit is no error here: `plan.fits` says so. Raises `ConfigError` where a size is not known.
+    """
+    skeleton, sizes, choices = model.skeleton, model.sizes, model.choices
+    needs = sizes.needs(choices)
+    host = host_budget(_set_bytes(config.host_memory), machine.free_host_bytes, machine.is_cpu)
+    num_host = min(sizes.num_experts, host.num_bytes // sizes.expert_bytes)
+    host_bytes = num_host * sizes.expert_bytes
+    budget, slots = _slots(config, machine, sizes, choices, host_bytes)
+    device_bytes = needs.total + slots.num_slots * sizes.expert_bytes
+    host_shortage = host_bytes + (device_bytes if machine.is_cpu else 0) - machine.free_host_bytes
+    shortages: dict[Tier, int] = {}
+    remedies: list[str] = []
+    if slots.shortage_bytes:
+        shortages["device"] = slots.shortage_bytes
+        remedies = _device_remedies(config, machine, sizes, choices, host_bytes)
+    if host_bytes and host_shortage > 0 and not machine.is_absent:
+        shortages["host"] = host_shortage
+        if not slots.shortage_bytes:
+            remedies = [f"--host-memory {(host_bytes - host_shortage) // 10**6}MB"]
+    return ModelPlan(
+        model=config.model,
+        device=machine.description,
+        memory=_rows(sizes, choices, slots, num_host),
+        budget_bytes={"device": budget.num_bytes, "host": host.num_bytes},
+        shortages=shortages,
+        remedies=remedies,
+        num_experts=sizes.num_experts,
+        expert_bytes=sizes.expert_bytes,
+        num_slots=slots.num_slots,
+        num_host_experts=num_host,
+        max_model_len=choices.max_model_len,
+        kv_bytes_per_token=sum(layer.num_elements for layer in skeleton.kv_layers) * choices.kv_dtype.itemsize,
+        bandwidths={},
+        forecasts=_forecasts(skeleton, sizes, choices, budget, slots, num_host),
+        decisions=_decisions(config, machine, sizes, choices, budget, host),
+    )
+
+
+def _slots(
+    config: EngineConfig, machine: Machine, sizes: ModelSizes, choices: Choices, host_bytes: int
+) -> tuple[Budget, SlotPlan]:
+    """The device's budget and slots, beside `host_bytes` of experts in host memory."""
+    budget, needs = _device_budget(config, machine, sizes, choices, host_bytes), sizes.needs(choices)
+    slots = plan_slots(needs, sizes.expert_bytes, sizes.num_experts, budget.num_bytes, machine.free_device_bytes)
+    return budget, slots
+
+
+def _device_budget(
+    config: EngineConfig, machine: Machine, sizes: ModelSizes, choices: Choices, host_bytes: int
+) -> Budget:
+    set_bytes, free_bytes = _set_bytes(config.device_memory), machine.free_beside(host_bytes)
+    if config.device_memory is None and config.model == DEMO_MODEL:
+        showcase = showcase_budget(sizes.needs(choices), sizes.expert_bytes, sizes.num_experts)
+        return showcase if free_bytes is None else min(showcase, device_budget(None, free_bytes))
+    if set_bytes is None and free_bytes is None:
+        raise ConfigError(f"Planning for {machine.description} needs its size: pass --device-memory, such as 24GB.")
+    return device_budget(set_bytes, free_bytes or 0)
+
+
+def _device_remedies(
+    config: EngineConfig, machine: Machine, sizes: ModelSizes, choices: Choices, host_bytes: int
+) -> list[str]:
+    """What makes both tiers fit; where that takes less host memory too, each remedy says so."""
+
+    def remedies(host_bytes: int) -> list[str]:
+        budget = _device_budget(config, machine, sizes, choices, host_bytes)
+        return device_remedies(sizes, choices, budget.num_bytes, machine.free_beside(host_bytes))
+
+    host_fits = machine.is_cpu or machine.is_absent or host_bytes <= machine.free_host_bytes
+    found = remedies(host_bytes) if host_fits else []
+    if found:
+        return found
+    megabytes = 0 if machine.is_cpu else machine.free_host_bytes // 10**6
+    less_host = f"--host-memory {megabytes}MB"
+    _, slots = _slots(config, machine, sizes, choices, megabytes * 10**6)
+    if not slots.shortage_bytes:
+        return [less_host]
+    return [f"{remedy} {less_host}" for remedy in remedies(megabytes * 10**6)]
+
+
+def _set_bytes(setting: int | str | None) -> int | None:
+    """Without the type of the settings, which msgspec does not encode."""
+    return None if setting is None or isinstance(setting, str) else int(setting)
+
+
+def _rows(sizes: ModelSizes, choices: Choices, slots: SlotPlan, num_host: int) -> list[MemoryRow]:
+    needs = sizes.needs(choices)
+    num_experts, expert_bytes = sizes.num_experts, sizes.expert_bytes
+    share = slots.num_slots / num_experts
+    draft = f"all experts in {choices.draft}" if choices.draft else "none"
+    rows = [
+        MemoryRow("dense weights", "device", needs.dense, f"all but the experts, in {dtype_name(choices.dtype)}"),
+        MemoryRow("draft experts", "device", needs.draft, draft),
+        MemoryRow(
+            "KV cache",
+            "device",
+            needs.kv_cache,
+            f"at {choices.max_model_len} tokens, in {dtype_name(choices.kv_dtype)}",
+        ),
+        MemoryRow("workspace", "device", needs.workspace, "activations (estimate), weight conversion"),
+        MemoryRow(
+            "expert slots",
+            "device",
+            slots.num_slots * expert_bytes,
+            f"{slots.num_slots}, for {share:.0%} of the experts",
+        ),
+    ]
+    if num_host:
+        note = f"{num_host} of {num_experts}, {expert_bytes / 1e6:.1f} MB each"
+        rows.append(MemoryRow("full-precision experts", "host", num_host * expert_bytes, note))
+    from_disk = num_experts - num_host
+    note = f"{from_disk} of {num_experts} experts are read from here" if from_disk else "read at the start only"
+    rows.append(MemoryRow("packed model", "disk", sizes.pack_bytes(choices.draft), note))
+    return rows
+
+
+def _forecasts(
+    skeleton: Skeleton, sizes: ModelSizes, choices: Choices, budget: Budget, slots: SlotPlan, num_host: int
+) -> list[Forecast]:
+    experts_per_layer = [layer.num_experts for layer in sizes.layout.layers]
+    plain = choices._replace(draft=None, draft_length=0)
+    plain_slots = plan_slots(sizes.needs(plain), sizes.expert_bytes, sizes.num_experts, budget.num_bytes, None)
+    modes = {choices.draft_length: slots.num_slots, 0: plain_slots.num_slots}
+    return [
+        forecast(
+            experts_per_layer,
+            skeleton.top_k,
+            sizes.expert_bytes,
+            draft_length=draft_length,
+            num_slots=num_slots,
+            num_host_experts=num_host,
+        )
+        for draft_length, num_slots in modes.items()
+    ]
+
+
+def _decisions(
+    config: EngineConfig, machine: Machine, sizes: ModelSizes, choices: Choices, budget: Budget, host: Budget
+) -> list[str]:
+    name = dtype_name(choices.dtype)
+    if config.dtype != "auto":
+        reason = ", as set"
+    elif machine.is_cpu:
+        reason = ", which is faster and more exact on a CPU than 16 bits"
+    else:
+        reason = ", the checkpoint's type"
+    decisions = [
+        f"Computing on {machine.description} in {name}{reason}.",
+        f"Device memory: {budget.num_bytes / 1e6:.0f} MB, {budget.reason}.",
+        f"Host memory for experts: {host.num_bytes / 1e6:.0f} MB, {host.reason}.",
+    ]
+    if choices.kv_dtype is not choices.dtype:
+        decisions.append(f"The KV cache is kept in {dtype_name(choices.kv_dtype)}, as set, and converted on use.")
+    if choices.draft is None:
+        return [*decisions, "No draft: every token is decoded by itself."]
+    draft = (
+        f"Drafting {choices.draft_length} tokens per cycle with {choices.draft} experts: "
+        f"{sizes.quantized_share():.1%} of all parameters quantized"
+    )
+    if sizes.has_slow_draft(choices.draft):
+        draft += "; no fast kernel here, so weights are dequantized on each use"
+    return [*decisions, f"{draft}."]
+
+
+def require_fit(plan: ModelPlan) -> None:
+    """Raise `InsufficientMemoryError` where the model does not fit, with the way out."""
+    for tier, shortage in plan.shortages.items():
+        parts = ", ".join(f"{row.part} {_mb(row.num_bytes)}" for row in plan.memory if row.tier == tier)
+        remedy = f"pass {' or '.join(plan.remedies)}" if plan.remedies else "no setting makes it fit here"
+        raise InsufficientMemoryError(
+            f"{plan.model} needs {_mb(shortage)} more {tier} memory than there is for it, "
+            f"{_mb(plan.tier_bytes(tier) - shortage)} ({parts}); {remedy}."
+        )
+
+
+def _mb(num_bytes: int) -> str:
+    return f"{-(-num_bytes // 10**6)} MB"
