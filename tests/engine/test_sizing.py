@@ -1,5 +1,7 @@
 """The sizes that are planned by, against what is really packed and loaded: equal to the byte."""
 
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, get_args
 
@@ -20,6 +22,14 @@ from tests.engine.tiny import mixtral_config, random_prompt, save_checkpoint
 
 NAMES = ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"]
 DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> Iterator[None]:
+    """Packing collects garbage layer by layer; to look through all of transformers each time takes most of the time."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 class Checkpoint(NamedTuple):

@@ -161,7 +161,7 @@ def test_plan_as_json_with_given_bandwidths(capsys: pytest.CaptureFixture[str]) 
 
 def test_plan_of_a_model_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan"], (*ENGINE, "--shortage-bytes", "1200000")) == 1
-    assert "Does not fit: 1.2 MB short." in capsys.readouterr().out
+    assert "Does not fit: 1.2 MB of device memory short." in capsys.readouterr().out
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
