@@ -12,6 +12,7 @@ from engine.errors import ConfigError, UnsupportedModelError
 from engine.kernels.quantization import QuantizationSpec, require_fitting
 from engine.model.checkpoint import read_config
 from engine.model.kv_cache import KvCache
+from engine.model.meta_pass import measure_pass
 from engine.model.skeleton import Skeleton, read_skeleton
 from engine.model.weights import checkpoint_dtype
 from engine.packing import is_pack, pack_dtype
@@ -37,7 +38,10 @@ def describe_model(config: EngineConfig, path: Path, device: torch.device) -> Mo
     _require_constant_rope(hf_config, choices.max_model_len)
     KvCache(hf_config, choices.max_model_len, choices.stored_kv_dtype)  # refuses what it cannot hold
     skeleton = read_skeleton(hf_config, stored_dtype)
-    sizes = ModelSizes(skeleton, device)
+    pass_memory = measure_pass(
+        skeleton.model, choices.max_pass_tokens, choices.max_model_len, on_cpu=device.type == "cpu"
+    )
+    sizes = ModelSizes(skeleton, pass_memory, device)
     if choices.draft:
         for layer in sizes.layout.layers:
             require_fitting(choices.draft, layer.matrix_shapes.values())

@@ -35,11 +35,12 @@ class SlotPlan(NamedTuple):
     """By how much the device is too small; 0 where it is not."""
 
 
-def device_budget(set_bytes: int | None, free_bytes: int) -> Budget:
+def device_budget(set_bytes: int | None, free_bytes: int, device_is_host: bool) -> Budget:
     """What the user has set, or else what is free less a margin."""
     if set_bytes is not None:
         return Budget(set_bytes, "as set")
-    return Budget(int(free_bytes * (1 - DEVICE_MARGIN)), f"what is free less {DEVICE_MARGIN:.0%}")
+    margin = HOST_MARGIN if device_is_host else DEVICE_MARGIN
+    return Budget(int(free_bytes * (1 - margin)), f"what is free less {margin:.0%}")
 
 
 def showcase_budget(needs: MemoryNeeds, expert_bytes: int, num_experts: int) -> Budget:

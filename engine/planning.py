@@ -12,6 +12,7 @@ from engine.description import ModelDescription
 from engine.device import Device
 from engine.dtypes import dtype_name
 from engine.errors import ConfigError, InsufficientMemoryError
+from engine.experts.store import NUM_STAGING
 from engine.forecast import forecast
 from engine.host_memory import available_bytes
 from engine.memory import Budget, SlotPlan, device_budget, host_budget, plan_slots, showcase_budget
@@ -63,8 +64,8 @@ def plan_model(config: EngineConfig, model: ModelDescription, machine: Machine) 
     skeleton, sizes, choices = model.skeleton, model.sizes, model.choices
     needs = sizes.needs(choices)
     host = host_budget(_set_bytes(config.host_memory), machine.free_host_bytes, machine.is_cpu)
-    num_host = min(sizes.num_experts, host.num_bytes // sizes.expert_bytes)
-    host_bytes = num_host * sizes.expert_bytes
+    experts_bytes, staging_bytes = _host_bytes(host.num_bytes, machine, sizes)
+    num_host, host_bytes = experts_bytes // sizes.expert_bytes, experts_bytes + staging_bytes
     budget, slots = _slots(config, machine, sizes, choices, host_bytes)
     device_bytes = needs.total + slots.num_slots * sizes.expert_bytes
     host_shortage = host_bytes + (device_bytes if machine.is_cpu else 0) - machine.free_host_bytes
@@ -75,12 +76,12 @@ def plan_model(config: EngineConfig, model: ModelDescription, machine: Machine) 
         remedies = _device_remedies(config, machine, sizes, choices, host_bytes)
     if host_bytes and host_shortage > 0 and not machine.is_absent:
         shortages["host"] = host_shortage
-        if not slots.shortage_bytes:
+        if not slots.shortage_bytes and staging_bytes <= machine.free_host_bytes:
             remedies = [f"--host-memory {(host_bytes - host_shortage) // 10**6}MB"]
     return ModelPlan(
         model=config.model,
         device=machine.description,
-        memory=_rows(sizes, choices, slots, num_host),
+        memory=_rows(sizes, choices, slots, num_host, staging_bytes),
         budget_bytes={"device": budget.num_bytes, "host": host.num_bytes},
         shortages=shortages,
         remedies=remedies,
@@ -111,10 +112,10 @@ def _device_budget(
     set_bytes, free_bytes = _set_bytes(config.device_memory), machine.free_beside(host_bytes)
     if config.device_memory is None and config.model == DEMO_MODEL:
         showcase = showcase_budget(sizes.needs(choices), sizes.expert_bytes, sizes.num_experts)
-        return showcase if free_bytes is None else min(showcase, device_budget(None, free_bytes))
+        return showcase if free_bytes is None else min(showcase, device_budget(None, free_bytes, machine.is_cpu))
     if set_bytes is None and free_bytes is None:
         raise ConfigError(f"Planning for {machine.description} needs its size: pass --device-memory, such as 24GB.")
-    return device_budget(set_bytes, free_bytes or 0)
+    return device_budget(set_bytes, free_bytes or 0, machine.is_cpu)
 
 
 def _device_remedies(
@@ -131,6 +132,8 @@ def _device_remedies(
     if found:
         return found
     megabytes = 0 if machine.is_cpu else machine.free_host_bytes // 10**6
+    if sum(_host_bytes(megabytes * 10**6, machine, sizes)) > machine.free_host_bytes:
+        return []
     less_host = f"--host-memory {megabytes}MB"
     _, slots = _slots(config, machine, sizes, choices, megabytes * 10**6)
     if not slots.shortage_bytes:
@@ -143,7 +146,15 @@ def _set_bytes(setting: int | str | None) -> int | None:
     return None if setting is None or isinstance(setting, str) else int(setting)
 
 
-def _rows(sizes: ModelSizes, choices: Choices, slots: SlotPlan, num_host: int) -> list[MemoryRow]:
+def _host_bytes(budget_bytes: int, machine: Machine, sizes: ModelSizes) -> tuple[int, int]:
+    """Bytes of the experts in host memory, and of the buffers through which a GPU's other experts come from disk."""
+    num_host = min(sizes.num_experts, budget_bytes // sizes.expert_bytes)
+    if machine.is_cpu or num_host == sizes.num_experts:
+        return num_host * sizes.expert_bytes, 0
+    return max(0, num_host - NUM_STAGING) * sizes.expert_bytes, NUM_STAGING * sizes.expert_bytes
+
+
+def _rows(sizes: ModelSizes, choices: Choices, slots: SlotPlan, num_host: int, staging_bytes: int) -> list[MemoryRow]:
     needs = sizes.needs(choices)
     num_experts, expert_bytes = sizes.num_experts, sizes.expert_bytes
     share = slots.num_slots / num_experts
@@ -168,6 +179,8 @@ def _rows(sizes: ModelSizes, choices: Choices, slots: SlotPlan, num_host: int) -
     if num_host:
         note = f"{num_host} of {num_experts}, {expert_bytes / 1e6:.1f} MB each"
         rows.append(MemoryRow("full-precision experts", "host", num_host * expert_bytes, note))
+    if staging_bytes:
+        rows.append(MemoryRow("staging buffers", "host", staging_bytes, "what comes from disk passes through"))
     from_disk = num_experts - num_host
     note = f"{from_disk} of {num_experts} experts are read from here" if from_disk else "read at the start only"
     rows.append(MemoryRow("packed model", "disk", sizes.pack_bytes(choices.draft), note))

@@ -30,6 +30,7 @@ def peak_memory() -> Iterator[Peak]:
 
     Where the kernel cannot reset its measurement, that of the process so far.
     """
+    gc.collect()
     release_freed_memory()
     with suppress(OSError):
         CLEAR_REFS.write_text(RESET_PEAK)
@@ -56,7 +57,6 @@ def frugal_memory() -> Iterator[None]:
 
 
 def release_freed_memory() -> None:
-    """Give memory that nobody uses back to the system: garbage in cycles, and what glibc keeps of what was freed."""
-    gc.collect()
+    """Give memory that was freed back to the system; glibc keeps much of what tensors of some megabytes leave."""
     with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -10,6 +10,7 @@ from engine.experts.layout import ExpertLayout, LayerLayout
 from engine.kernels.quantization import QuantizationSpec, stack_bytes
 from engine.kernels.quantized_linear import DequantizingLinear, kernel_for
 from engine.memory import MemoryNeeds
+from engine.model.meta_pass import PassMemory
 from engine.model.skeleton import Skeleton
 
 
@@ -38,8 +39,10 @@ class Choices(NamedTuple):
 class ModelSizes:
     """One model's sizes on one device."""
 
-    def __init__(self, skeleton: Skeleton, device: torch.device) -> None:
+    def __init__(self, skeleton: Skeleton, pass_memory: PassMemory, device: torch.device) -> None:
+        """`pass_memory` is that of the longest pass, in the checkpoint's type."""
         self._skeleton = skeleton
+        self._pass_memory = pass_memory
         self._device = device
         self.layout = ExpertLayout(tuple(LayerLayout.of(*layer) for layer in skeleton.experts))
 
@@ -105,14 +108,14 @@ class ModelSizes:
     def _activation_bytes(self, choices: Choices) -> int:
         """An estimate of what a pass needs for a while."""
         skeleton = self._skeleton
-        rows = choices.max_pass_tokens
-        # Of the longest pass: residual stream and projections, expert outputs, and the attention mask.
-        chunk = rows * (skeleton.hidden_size * (8 + 2 * skeleton.top_k) + choices.max_model_len)
-        logits = 4 * (choices.draft_length + 1) * skeleton.vocab_size
+        # Wider types take more. What a model computes in float32 anyway is then counted twice, to be on the safe side.
+        widening = max(1, choices.dtype.itemsize // skeleton.dtype.itemsize)
+        activations = widening * self._pass_memory.at(choices.max_model_len)
+        logits = 4 * (choices.draft_length + 1) * skeleton.vocab_size * torch.float32.itemsize
         # A layer's KV buffers exist twice, one after the other, while they grow; converted ones while they are used.
         kv_layer = choices.max_model_len * max(layer.num_elements for layer in skeleton.kv_layers)
         converted = 0 if choices.kv_dtype is choices.dtype else kv_layer * choices.dtype.itemsize
-        return chunk * choices.dtype.itemsize + logits * 4 + kv_layer * choices.kv_dtype.itemsize // 2 + converted
+        return activations + logits + kv_layer * choices.kv_dtype.itemsize // 2 + converted
 
 
 def _bias_bytes(layer: LayerLayout) -> int:

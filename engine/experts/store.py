@@ -11,8 +11,8 @@ from engine.device import DONE, Device, Event
 from engine.experts.layout import ExpertId, ExpertLayout
 from engine.experts.records import RecordFile
 
-NUM_STAGING = 4
-"""Records that can be on their way from disk to the device at once."""
+NUM_STAGING = 2
+"""Records that can be on their way from disk to the device at once: one for each thread that transfers."""
 
 
 NUM_LOADERS = 4

@@ -1,16 +1,16 @@
 """What a model's configuration alone says of its size: the model on torch's meta device, without any weights."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from engine.errors import UnsupportedModelError, first_line
-from engine.model.dispatch import EXPERTS_IMPLEMENTATION, ExpertsDispatch, ExpertsModule
+from engine.model.dispatch import EXPERTS_IMPLEMENTATION
 from engine.model.kv_cache import BufferedLayer, KvCache
-from engine.model.structure import FusedExperts, dense_parameters, experts_modules, fused_experts
+from engine.model.meta_pass import MetaPass
+from engine.model.structure import FusedExperts, dense_parameters, fused_experts
 
 NUM_PROBE_TOKENS = 16
 
@@ -39,8 +39,9 @@ class Skeleton(NamedTuple):
     kv_layers: Sequence[KvLayer]
     top_k: int
     """Experts per token and layer; the most, where layers differ."""
-    hidden_size: int
     vocab_size: int
+    model: PreTrainedModel
+    """On the meta device."""
 
     def stored_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the dense weights where those of the checkpoint's type are converted to `dtype`."""
@@ -88,7 +89,6 @@ def read_skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> Skeleton:
     counts: dict[torch.dtype, int] = {}
     for weight in [*dense, *(buffer for buffer in model.buffers() if id(buffer) in stored)]:
         counts[weight.dtype] = counts.get(weight.dtype, 0) + weight.numel()
-    text_config = config.get_text_config()
     return Skeleton(
         dtype=dtype,
         num_dense_weights=counts,
@@ -97,32 +97,17 @@ def read_skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> Skeleton:
         experts=fused_experts(model),
         kv_layers=kv_layers,
         top_k=top_k,
-        hidden_size=int(text_config.hidden_size),
-        vocab_size=int(text_config.vocab_size),
+        vocab_size=int(config.get_text_config().vocab_size),
+        model=model,
     )
 
 
 def _probe(model: PreTrainedModel) -> tuple[list[KvLayer], int]:
-    """A pass with experts that contribute nothing, which shows the cache and the routes."""
-    top_ks: list[int] = []
-
-    def no_experts(
-        module: ExpertsModule,
-        layer: int,
-        hidden_states: torch.Tensor,
-        top_k_index: torch.Tensor,
-        top_k_weights: torch.Tensor,
-    ) -> torch.Tensor:
-        top_ks.append(top_k_index.shape[1])
-        return torch.zeros_like(hidden_states)
-
-    dispatch = ExpertsDispatch([module for _, module in experts_modules(model)])
-    cache = KvCache(model.config, NUM_PROBE_TOKENS).transformers_cache
-    inputs = torch.zeros(1, NUM_PROBE_TOKENS, dtype=torch.long, device="meta")
-    # Not in inference mode, where composite operators that read a number arrive as a whole.
-    with torch.no_grad(), _ZeroScalars(), dispatch.using(no_experts):  # type: ignore[no-untyped-call]
-        model(input_ids=inputs, cache=cache, use_cache=True, logits_to_keep=1)
-    return list(_kv_layers(cache)), max(top_ks)
+    """A short pass, which shows the cache and the routes."""
+    run = MetaPass(model)
+    cache = KvCache(model.config, NUM_PROBE_TOKENS)
+    run(cache, NUM_PROBE_TOKENS)
+    return list(_kv_layers(cache.transformers_cache)), run.top_k
 
 
 def _kv_layers(cache: DynamicCache) -> Iterable[KvLayer]:
@@ -131,15 +116,3 @@ def _kv_layers(cache: DynamicCache) -> Iterable[KvLayer]:
         num_elements = sum(state.numel() for state in states if isinstance(state, torch.Tensor))
         max_tokens = getattr(layer, "sliding_window", None)
         yield KvLayer(-(-num_elements // NUM_PROBE_TOKENS), max_tokens, isinstance(layer, BufferedLayer))
-
-
-class _ZeroScalars(TorchDispatchMode):
-    """Answers 0 where a model reads a number out of a tensor, which without data would be an error.
-
-    Rotary embeddings do, to find contexts beyond a length; whatever they choose, its size is the same.
-    """
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return 0 if func is torch.ops.aten._local_scalar_dense.default else func(*args, **(kwargs or {}))

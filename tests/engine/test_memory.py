@@ -92,20 +92,22 @@ def test_slots_that_the_budget_wants_and_the_device_has_no_room_for() -> None:
 
 @given(budgets, budgets)
 def test_what_is_set_is_taken_as_it_is(set_bytes: int, free_bytes: int) -> None:
-    assert device_budget(set_bytes, free_bytes) == Budget(set_bytes, "as set")
+    assert device_budget(set_bytes, free_bytes, device_is_host=False) == Budget(set_bytes, "as set")
     for device_is_host in (False, True):
         assert host_budget(set_bytes, free_bytes, device_is_host) == Budget(set_bytes, "as set")
 
 
 @given(budgets)
 def test_automatic_budgets_leave_a_margin(free_bytes: int) -> None:
-    device, host = device_budget(None, free_bytes), host_budget(None, free_bytes, device_is_host=False)
+    device = device_budget(None, free_bytes, device_is_host=False)
+    host = host_budget(None, free_bytes, device_is_host=False)
     assert abs(free_bytes - device.num_bytes - DEVICE_MARGIN * free_bytes) <= 1
     assert abs(free_bytes - host.num_bytes - HOST_MARGIN * free_bytes) <= 1
 
 
 def test_the_margins_are_said() -> None:
-    assert device_budget(None, 300 * MB) == Budget(270 * MB, "what is free less 10%")
+    assert device_budget(None, 300 * MB, device_is_host=False) == Budget(270 * MB, "what is free less 10%")
+    assert device_budget(None, 300 * MB, device_is_host=True) == Budget(240 * MB, "what is free less 20%")
     assert host_budget(None, 300 * MB, device_is_host=False) == Budget(240 * MB, "what is free less 20%")
 
 
