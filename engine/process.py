@@ -4,6 +4,7 @@ Two threads: a reader decodes what the server sends and puts it into the inbox; 
 alternates between the inbox and the step loop, so messages are seen between steps. End-of-file ends the process.
 """
 
+import gc
 import logging
 import os
 import queue
@@ -108,6 +109,8 @@ def run(connection: Connection, task: Task, config: PackConfig) -> None:
         from engine.loading import locate_model
 
         quiet_libraries()
+        # What was imported stays: looking through it for garbage would stop the step loop for a fifth of a second.
+        gc.freeze()
     match task:
         case "prepare":
             connection.send(Prepared(str(locate_model(config, connection.send))))

@@ -86,7 +86,8 @@ def _tiers(rows: list[MemoryRow]) -> list[Tier]:
 
 
 def _forecast_table(plan: ModelPlan) -> Table:
-    table = Table(title="Moved per output token, were routing random, and the least time that takes", title_justify="left")
+    title = "Moved per output token, were routing random, and the least time that takes"
+    table = Table(title=title, title_justify="left")
     table.add_column("mode", no_wrap=True)
     for title in ("slots", "from host", "from disk"):
         table.add_column(title, justify="right", no_wrap=True)

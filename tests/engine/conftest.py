@@ -1,3 +1,4 @@
+import gc
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,9 @@ from engine.config import DeviceName
 from engine.device import open_device
 from engine.errors import ConfigError
 from tests.engine.tiny import mixtral_config, qwen3_moe_config, save_checkpoint
+
+# As the engine process does; packing looks for garbage, of which libraries have none.
+gc.freeze()
 
 # Tiny products gain nothing from threads, and threads that wait for each other lose much on a busy machine.
 torch.set_num_threads(1)
