@@ -86,7 +86,7 @@ def _tiers(rows: list[MemoryRow]) -> list[Tier]:
 
 
 def _forecast_table(plan: ModelPlan) -> Table:
-    title = "Moved per output token, were routing random, and the least time that takes"
+    title = "Moved per output token if routing is random"
     table = Table(title=title, title_justify="left")
     table.add_column("mode", no_wrap=True)
     for title in ("slots", "from host", "from disk"):
