@@ -194,7 +194,8 @@ class ExpertTransfers:
             while not self._arrived and self._awaited:
                 error = self._breakdown or self._failure
                 if error is not None or self._closing:
-                    raise TransferError(f"An expert could not be read: {error or 'the engine is closing'}.") from error
+                    reason = str(error or "the engine is closing").rstrip(".")
+                    raise TransferError(f"An expert could not be read: {reason}.") from error
                 self._changed.wait()
             self._counters.wait_seconds += time.perf_counter() - started
             return self._arrived.popleft() if self._arrived else None

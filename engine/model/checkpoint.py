@@ -19,6 +19,8 @@ def read_config(model_path: Path) -> PreTrainedConfig:
     Raises `ModelNotFoundError` where there is none that transformers knows, and `UnsupportedModelError` for quantized
     releases.
     """
+    if not (model_path / "config.json").exists():
+        raise ModelNotFoundError(f"{model_path} has no config.json; give a model's directory in Hugging Face format.")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(model_path)
     except Exception as error:  # whatever transformers stumbles over in a file that has anything in it

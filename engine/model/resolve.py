@@ -8,7 +8,7 @@ from engine.errors import ModelNotFoundError, first_line
 from engine.protocol import Loading, OnProgress
 
 CONFIGURATION = ["*.json"]
-EVERYTHING = [*CONFIGURATION, "*.safetensors", "*.jinja", "tokenizer*", "*.model"]
+EVERYTHING = [*CONFIGURATION, "*.safetensors", "*.jinja", "tokenizer*", "*.model", "*.txt"]
 
 
 def resolve_model(name: str, cache: Path, on_progress: OnProgress) -> Path:

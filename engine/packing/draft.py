@@ -63,6 +63,7 @@ def ensure_draft(pack: Pack, spec: QuantizationSpec, num_bytes: int, on_progress
             waiting=lambda: on_progress(WAITING),
             is_resumable=True,
         )
+        Journal.end(directory)
     manifest = read_manifest(directory, DraftManifest)
     for entry in manifest.layers:
         check_size(directory / entry.name, entry.num_bytes)
@@ -96,7 +97,6 @@ def _write(directory: Path, pack: Pack, spec: QuantizationSpec, num_bytes: int, 
             release_freed_memory()
     on_progress(Loading(stage, num_layers, num_layers))
     write_manifest(directory, DraftManifest(entries))
-    journal.end()
     logger.info("quantized the experts to %s: memory peaked at %d MB", spec, peak.num_bytes // 10**6)
 
 

@@ -50,6 +50,8 @@ class Journal(Generic[H, E]):
             file.flush()
             os.fsync(file.fileno())
 
-    def end(self) -> None:
-        """Everything is written."""
-        self._file.unlink()
+    @classmethod
+    def end(cls, directory: Path) -> None:
+        """Everything is written, and where it belongs: until then an interrupted run has nothing to do again."""
+        if (directory / cls.NAME).exists():  # else the disk need not be one that can be written
+            (directory / cls.NAME).unlink()

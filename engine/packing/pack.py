@@ -13,6 +13,7 @@ from engine.errors import PackError
 from engine.experts.layout import ExpertLayout
 from engine.experts.records import RecordFile
 from engine.packing.disk import disk_errors
+from engine.packing.journal import Journal
 from engine.packing.manifest import (
     DENSE,
     FORMAT_VERSION,
@@ -90,6 +91,8 @@ def ensure_pack(
     `PackError`, and what `CheckpointReader` raises.
     """
     if is_pack(model_path):
+        if out is not None and out.resolve() != model_path.resolve():
+            raise PackError(f"{model_path} is packed already; copy it to {out}, or pack its checkpoint there.")
         return _open_pack(model_path)
     source = Source.of(model_path)
     # Where symbolic links lead: they cannot be replaced by a directory.
@@ -110,6 +113,7 @@ def ensure_pack(
             waiting=lambda: on_progress(WAITING),
             is_resumable=True,
         )
+        Journal.end(directory)
         copy_small_files(model_path, directory)  # which may change while the weights do not
     return _open_pack(directory)
 
@@ -150,7 +154,10 @@ def _require_replaceable(directory: Path, source: Source) -> None:
     if not is_pack(directory):
         raise PackError(f"{directory} holds other files; choose a directory that is empty or does not exist.")
     if manifest_version(directory) != FORMAT_VERSION:
-        return
+        raise PackError(
+            f"{directory} is a pack of another format, or of nobody knows which model; delete it or choose another "
+            "directory."
+        )
     packed = read_manifest(directory, Manifest).source
     if packed.path != source.path:
         raise PackError(

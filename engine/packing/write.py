@@ -71,7 +71,6 @@ def write_pack(
         copy_small_files(model_path, directory)
         record_checksums = list(chain(*layers))
         write_manifest(directory, Manifest(source, dtype_name(reader.dtype), layout, begun.dense, record_checksums))
-        journal.end()
     largest_layer = max(layer.num_experts for layer in layout.layers) * layout.expert_bytes
     logger.info(
         "packed %s: memory peaked at %d MB (dense weights %d MB, largest layer of experts %d MB)",

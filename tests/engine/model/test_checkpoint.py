@@ -191,7 +191,9 @@ def test_of_many_missing_weights_some_are_named(own_mixtral: Path) -> None:
 def test_a_directory_without_a_configuration_is_said(content: str | None, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ModelNotFoundError, match="has no configuration that transformers can read") as caught:
+    with pytest.raises(
+        ModelNotFoundError, match=r"has no (config\.json|configuration that transformers can read)"
+    ) as caught:
         read_config(tmp_path)
     assert str(tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)

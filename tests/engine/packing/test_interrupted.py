@@ -143,14 +143,14 @@ def test_what_the_journal_says_is_on_the_disk_before_it_says_so(
     partial = f".{pack.directory.name}.partial"
     assert flushed[:9] == ["dense-000.safetensors", "journal", partial, *3 * ["experts.bin", "journal"]]
     # And everything before it gets its name, which is then on the disk too.
-    assert set(flushed[9:-1]) == {*names(pack.directory), partial}
+    assert set(flushed[9:-1]) == {*names(pack.directory), "journal", partial}
     assert flushed[-1] == "packs"
     flushed.clear()
     draft_of(pack)
     layers = [f"00{layer}.safetensors" for layer in range(NUM_LAYERS)]
     steps = [name for layer in layers for name in (layer, "journal")]
     assert flushed[:8] == ["journal", ".draft-qint4-g32.partial", *steps]
-    assert set(flushed[8:-1]) == {*layers, "manifest.json", ".draft-qint4-g32.partial"}
+    assert set(flushed[8:-1]) == {*layers, "manifest.json", "journal", ".draft-qint4-g32.partial"}
     assert flushed[-1] == pack.directory.name
 
 

@@ -44,7 +44,8 @@ def test_begin_starts_over(journal: Journal[Header, list[int]]) -> None:
 
 def test_end_leaves_nothing(journal: Journal[Header, list[int]], tmp_path: Path) -> None:
     journal.begin(Header("x"))
-    journal.end()
+    Journal.end(tmp_path)
+    Journal.end(tmp_path)
     assert journal.read() is None
     assert list(tmp_path.iterdir()) == []
 

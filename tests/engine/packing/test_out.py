@@ -50,23 +50,6 @@ def test_a_pack_of_the_same_model_is_replaced(source: Path, cache: Path, out: Pa
     assert new.manifest.source != old.manifest.source
 
 
-@pytest.mark.parametrize("version", [1, 3])
-def test_a_pack_of_another_format_is_replaced(checkpoint: Path, cache: Path, out: Path, version: int) -> None:
-    pack = pack_of(checkpoint, cache, out=out)
-    before = files(out)
-    (out / "manifest.json").write_text(f'{{"format_version":{version}}}')
-    assert pack_of(checkpoint, cache, out=out) == pack
-    assert files(out) == before
-
-
-def test_a_pack_without_a_manifest_is_replaced(checkpoint: Path, cache: Path, out: Path) -> None:
-    pack_of(checkpoint, cache, out=out)
-    before = files(out)
-    (out / "manifest.json").unlink()
-    pack_of(checkpoint, cache, out=out)
-    assert files(out) == before
-
-
 def refusal(checkpoint: Path, cache: Path, out: Path, layers_read: list[int]) -> str:
     layers_read.clear()
     with pytest.raises(PackError) as caught:
@@ -186,6 +169,40 @@ def test_what_another_model_left_there_half_done_is_not_mixed_in(
     assert files(out) == files(whole_pack.directory)
 
 
-def test_of_a_pack_no_other_pack_is_made(whole_pack: Pack, cache: Path, out: Path) -> None:
-    assert pack_of(whole_pack.directory, cache, out=out) == whole_pack
-    assert not out.exists()
+@pytest.mark.parametrize("version", [1, 3, None])
+def test_a_pack_that_does_not_say_of_which_model_is_not_replaced(
+    checkpoint: Path, cache: Path, out: Path, layers_read: list[int], version: int | None
+) -> None:
+    pack_of(checkpoint, cache, out=out)
+    if version is None:
+        (out / "manifest.json").unlink()
+    else:
+        (out / "manifest.json").write_text(f'{{"format_version":{version}}}')
+    before = files(out)
+    assert "delete it or choose another directory" in refusal(checkpoint, cache, out, layers_read)
+    assert files(out) == before
+
+
+def test_a_pack_is_not_packed_into_another_directory(checkpoint: Path, cache: Path, out: Path, tmp_path: Path) -> None:
+    pack = pack_of(checkpoint, cache, out=out)
+    assert pack_of(out, cache, out=out) == pack
+    with pytest.raises(PackError, match=r"is packed already; copy it"):
+        pack_of(out, cache, out=tmp_path / "elsewhere")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_run_that_ends_before_its_pack_has_its_name_has_nothing_to_do_again(
+    checkpoint: Path, cache: Path, out: Path, layers_read: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(directory: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("engine.directory._flush", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pack_of(checkpoint, cache, out=out)
+    assert layers_read
+    layers_read.clear()
+    pack_of(checkpoint, cache, out=out)
+    assert layers_read == []
+    assert not (out / "journal").exists()
