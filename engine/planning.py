@@ -76,8 +76,9 @@ def plan_model(config: EngineConfig, model: ModelDescription, machine: Machine) 
         remedies = _device_remedies(config, machine, sizes, choices, host_bytes)
     if host_bytes and host_shortage > 0 and not machine.is_absent:
         shortages["host"] = host_shortage
-        if not slots.shortage_bytes and staging_bytes <= machine.free_host_bytes:
-            remedies = [f"--host-memory {(host_bytes - host_shortage) // 10**6}MB"]
+        megabytes = (host_bytes - host_shortage) // 10**6
+        if not slots.shortage_bytes and sum(_host_bytes(megabytes * 10**6, machine, sizes)) <= machine.free_host_bytes:
+            remedies = [f"--host-memory {megabytes}MB"]
     return ModelPlan(
         model=config.model,
         device=machine.description,

@@ -7,8 +7,10 @@ import pytest
 # `engine.process`).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# On a busy machine one example may take long, and that says nothing.
-hypothesis.settings.register_profile("specter", deadline=None)
+# On a busy machine one example may take long, and that says nothing. A run repeats the one before it; look further with
+# --hypothesis-profile=explore.
+hypothesis.settings.register_profile("explore", deadline=None)
+hypothesis.settings.register_profile("specter", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("specter")
 
 

@@ -183,7 +183,7 @@ def test_longrope_is_found_where_rope_differs_by_layer() -> None:
 
 
 def test_a_directory_without_a_configuration_is_no_model(tmp_path: Path) -> None:
-    assert "has no configuration" in refused(ModelNotFoundError, tmp_path)
+    assert "has no config.json" in refused(ModelNotFoundError, tmp_path)
 
 
 def test_a_quantized_release_is_refused_by_its_method(tmp_path: Path) -> None:
