@@ -19,7 +19,7 @@ from engine.experts.policy import PerLayerLru
 from engine.experts.store import DiskStore, ExpertStore, HostStore, TieredStore, host_experts
 from engine.experts.transfer import ExpertTransfers
 from engine.loading import LoadedModel, load_model, locate_configuration, locate_model, pack_model
-from engine.model.weights import weight_files
+from engine.model.tensor_files import weight_files
 from engine.packing import Pack, find_records
 from engine.phases import PhaseClock
 from engine.planning import Machine, plan_model, require_fit

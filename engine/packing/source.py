@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from engine.model.weights import weight_files
+from engine.model.tensor_files import weight_files
 
 
 class Source(msgspec.Struct, frozen=True):

@@ -1,27 +1,29 @@
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from engine.errors import ModelNotFoundError, UnsupportedModelError
+from engine.errors import UnsupportedModelError
 from engine.model import weights
 from engine.model.checkpoint import read_config
-from engine.model.weights import CheckpointReader, TensorFiles, checkpoint_dtype, weight_files
+from engine.model.tensor_files import weight_files
+from engine.model.weights import checkpoint_dtype
 from tests.engine.families import FAMILIES
+from tests.engine.model.checkpoints import (
+    EXPERT,
+    assert_as_transformers_loads_it,
+    changeable_mixtral,
+    randomize,
+    reader_of,
+    set_config,
+    split,
+    store,
+    stored,
+)
 from tests.engine.oracle import assert_dense_weights, assert_same_weights, experts_of, load_whole
 from tests.engine.tiny import VOCAB_SIZE, mixtral_config, save_checkpoint
-
-Tensors = dict[str, torch.Tensor]
-
-EXPERT = "model.layers.1.block_sparse_moe.experts.2"
-
-
-def reader_of(checkpoint: Path) -> CheckpointReader:
-    return CheckpointReader(checkpoint, read_config(checkpoint))
 
 
 def read_all(checkpoint: Path) -> None:
@@ -32,58 +34,9 @@ def read_all(checkpoint: Path) -> None:
         reader.layer(layer)
 
 
-def assert_as_transformers_loads_it(checkpoint: Path) -> None:
-    whole, reader = load_whole(checkpoint), reader_of(checkpoint)
-    assert reader.dtype is whole.dtype
-    assert_dense_weights(reader.dense_parts(), whole)
-    expected = experts_of(whole)
-    assert len(reader.experts) == len(expected)
-    for layer, parameters in enumerate(expected):
-        assert_same_weights(reader.layer(layer), parameters)
-
-
-def stored(checkpoint: Path) -> Tensors:
-    return load_file(checkpoint / "model.safetensors")
-
-
-def store(checkpoint: Path, tensors: Tensors, name: str = "model.safetensors") -> None:
-    save_file(tensors, checkpoint / name, metadata={"format": "pt"})
-
-
-def randomize(checkpoint: Path) -> Path:
-    """Make all tensors differ, norms and buffers too, which are ones and zeros at first."""
-    generator = torch.Generator().manual_seed(1)
-    tensors = {name: torch.randn(t.shape, generator=generator).to(t.dtype) for name, t in stored(checkpoint).items()}
-    store(checkpoint, tensors)
-    return checkpoint
-
-
-def split(checkpoint: Path, num_shards: int = 3) -> dict[str, str]:
-    """Spread the one file over shards, tensor by tensor; the index's weight map."""
-    tensors = stored(checkpoint)
-    (checkpoint / "model.safetensors").unlink()
-    file_of = {name: f"model-{i % num_shards + 1:05}-of-00003.safetensors" for i, name in enumerate(tensors)}
-    for file in set(file_of.values()):
-        store(checkpoint, {name: tensors[name] for name in tensors if file_of[name] == file}, file)
-    write_index(checkpoint, {"metadata": {}, "weight_map": file_of})
-    return file_of
-
-
-def write_index(checkpoint: Path, content: object) -> None:
-    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(content))
-
-
-def set_config(checkpoint: Path, **values: object) -> None:
-    """A value of None removes the key."""
-    file = checkpoint / "config.json"
-    config = json.loads(file.read_text()) | values
-    file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
-
-
 @pytest.fixture
 def mixtral(tmp_path: Path) -> Path:
-    """A checkpoint that the test may change."""
-    return randomize(save_checkpoint(mixtral_config(), tmp_path / "mixtral", dtype=torch.bfloat16))
+    return changeable_mixtral(tmp_path)
 
 
 @pytest.fixture
@@ -305,99 +258,3 @@ def test_a_checkpoint_without_floating_point_weights_counts_as_float32(mixtral: 
     set_config(mixtral, dtype=None)
     store(mixtral, {"x": torch.zeros(1, dtype=torch.int64)})
     assert checkpoint_dtype(read_config(mixtral), mixtral) is torch.float32
-
-
-def test_what_lies_beside_the_index_is_ignored(mixtral: Path) -> None:
-    split(mixtral)
-    store(mixtral, {"model.norm.weight": torch.zeros(64)}, "consolidated.safetensors")
-    torch.save({"model.norm.weight": torch.zeros(64)}, mixtral / "pytorch_model.bin")
-    assert [file.name for file in weight_files(mixtral)] == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
-    assert_as_transformers_loads_it(mixtral)
-
-
-def test_one_file_goes_before_an_index(mixtral: Path) -> None:
-    write_index(mixtral, {"weight_map": {"model.norm.weight": "missing.safetensors"}})
-    assert_as_transformers_loads_it(mixtral)
-
-
-def unreadable(checkpoint: Path) -> str:
-    with pytest.raises(ModelNotFoundError) as caught:
-        reader_of(checkpoint)
-    message = str(caught.value)
-    assert str(checkpoint) in message
-    assert "\n" not in message
-    return message
-
-
-def test_a_shard_that_is_missing_is_named(mixtral: Path) -> None:
-    split(mixtral)
-    (mixtral / "model-00002-of-00003.safetensors").unlink()
-    assert "model-00002-of-00003.safetensors" in unreadable(mixtral)
-
-
-def damaged(file: Path) -> Iterator[bytes]:
-    content = file.read_bytes()
-    yield b""
-    yield b"not weights" * 10
-    yield content[:-1]
-    yield content[: len(content) // 2]
-    yield content[:4]
-
-
-def test_damaged_weights_are_said(mixtral: Path) -> None:
-    for content in damaged(mixtral / "model.safetensors"):
-        (mixtral / "model.safetensors").write_bytes(content)
-        assert "weights that cannot be read" in unreadable(mixtral)
-
-
-def test_damaged_pickled_weights_are_said(mixtral: Path) -> None:
-    tensors = stored(mixtral)
-    (mixtral / "model.safetensors").unlink()
-    torch.save(tensors, mixtral / "pytorch_model.bin")
-    for content in damaged(mixtral / "pytorch_model.bin"):
-        (mixtral / "pytorch_model.bin").write_bytes(content)
-        assert "weights that cannot be read" in unreadable(mixtral)
-
-
-def test_pickled_objects_are_not_loaded(mixtral: Path) -> None:
-    (mixtral / "model.safetensors").unlink()
-    torch.save({"model.norm.weight": Path("code")}, mixtral / "pytorch_model.bin")
-    assert "weights that cannot be read (Weights only load failed" in unreadable(mixtral)
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": 1}', "null"])
-def test_a_damaged_index_is_said(mixtral: Path, content: str) -> None:
-    (mixtral / "model.safetensors").unlink()
-    (mixtral / "model.safetensors.index.json").write_text(content)
-    assert "weights that cannot be read" in unreadable(mixtral)
-
-
-def test_an_index_of_nothing_has_no_weights(mixtral: Path) -> None:
-    (mixtral / "model.safetensors").unlink()
-    write_index(mixtral, {"weight_map": {}})
-    assert "has no weights" in unreadable(mixtral)
-
-
-def test_without_weights_it_is_said_what_was_looked_for(mixtral: Path) -> None:
-    (mixtral / "model.safetensors").unlink()
-    assert weight_files(mixtral) == []
-    assert "neither model.safetensors nor model.safetensors.index.json is there" in unreadable(mixtral)
-
-
-def test_weights_that_go_while_they_are_read_are_said(mixtral: Path) -> None:
-    reader = reader_of(mixtral)
-    (mixtral / "model.safetensors").unlink()
-    with pytest.raises(ModelNotFoundError, match="weights that cannot be read"):
-        reader.layer(0)
-    with pytest.raises(ModelNotFoundError, match="weights that cannot be read"):
-        next(reader.dense_parts())
-
-
-def test_only_what_is_asked_for_is_read(mixtral: Path) -> None:
-    tensors = stored(mixtral)
-    files = TensorFiles(mixtral)
-    assert set(files.names) == tensors.keys()
-    wanted = ["model.norm.weight", f"{EXPERT}.w1.weight"]
-    with files.opened(wanted) as found:
-        assert_same_weights({name: found[name][...] for name in wanted}, {name: tensors[name] for name in wanted})
-    assert files.num_weights(wanted) == 64 + 96 * 64
