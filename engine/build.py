@@ -16,7 +16,7 @@ from engine.experts.bandwidth import measure_copy, measure_disk
 from engine.experts.cache import ExpertCache
 from engine.experts.planner import PrefillPlanner
 from engine.experts.policy import PerLayerLru
-from engine.experts.store import DiskStore, ExpertStore, HostStore, TieredStore, host_experts
+from engine.experts.store import NUM_TRANSFERS, DiskStore, ExpertStore, HostStore, TieredStore, host_experts
 from engine.experts.transfer import ExpertTransfers
 from engine.loading import LoadedModel, load_model, locate_configuration, locate_model, pack_model
 from engine.model.tensor_files import weight_files
@@ -26,9 +26,6 @@ from engine.planning import Machine, plan_model, require_fit
 from engine.protocol import Capabilities, Loading, Located, ModelPlan, OnProgress, Tier
 from engine.speculative.draft import Drafter
 from engine.speculative.verify import CachedExperts
-
-NUM_TRANSFER_THREADS = 2
-"""Two transfers in flight: the slow tier works on one while the other is handed over."""
 
 
 class Engine(NamedTuple):
@@ -57,7 +54,7 @@ def open_engine(config: EngineConfig, send: Callable[[Loading | Located], None],
             transfers = open_transfers(loaded, plan.num_slots, store, device)
             stack.callback(transfers.close)
         with clock.phase("bandwidth"):
-            bandwidths = measure_tiers(plan.num_host_experts, plan.num_experts, device, loaded.pack.records_path)
+            bandwidths = measure_tiers(plan, device, loaded.pack.records_path)
         core = assemble_core(loaded, transfers, config)
         capabilities = Capabilities(
             vocab_size=model.skeleton.vocab_size,
@@ -91,18 +88,16 @@ def plan(config: EngineConfig, on_progress: OnProgress) -> ModelPlan:
     readable = find_records(path, config.cache.expanduser()) or max(
         weights, key=lambda file: file.stat().st_size, default=None
     )
-    bandwidths = measure_tiers(made.num_host_experts, made.num_experts, device, readable)
+    bandwidths = measure_tiers(made, device, readable)
     return msgspec.structs.replace(made, bandwidths=bandwidths)
 
 
-def measure_tiers(
-    num_host_experts: int, num_experts: int, device: Device | None, on_disk: Path | None
-) -> dict[Tier, float]:
+def measure_tiers(plan: ModelPlan, device: Device | None, on_disk: Path | None) -> dict[Tier, float]:
     """Bytes per second out of the tiers that experts are read from, as far as there is something to measure."""
     bandwidths: dict[Tier, float] = {}
-    if num_host_experts and device:
+    if plan.num_host_experts and device:
         bandwidths["host"] = measure_copy(device)
-    if num_host_experts < num_experts and on_disk and (bandwidth := measure_disk(on_disk)):
+    if plan.num_disk_experts and on_disk and (bandwidth := measure_disk(on_disk)):
         bandwidths["disk"] = bandwidth
     return bandwidths
 
@@ -135,7 +130,7 @@ def open_transfers(loaded: LoadedModel, num_slots: int, store: ExpertStore, devi
     layout = loaded.pack.layout
     cache = ExpertCache(device.empty_bytes(num_slots, layout.expert_bytes), PerLayerLru(num_slots, len(layout.layers)))
     transfers = ExpertTransfers(cache, store, device)
-    transfers.start(NUM_TRANSFER_THREADS)
+    transfers.start(NUM_TRANSFERS)
     return transfers
 
 

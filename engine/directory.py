@@ -30,7 +30,7 @@ def ensure_directory(
     """
     if is_intact(path):
         return
-    with only_writer(path, waiting):
+    with _only_writer(path, waiting):
         if not is_intact(path):
             _replace(path, build, is_resumable)
 
@@ -41,7 +41,7 @@ def partial_directory(path: Path) -> Path:
 
 
 @contextmanager
-def only_writer(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
+def _only_writer(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
     """Within the block, no other process that asks this way writes `path`; `waiting` is called where one does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path.parent / f".{path.name}.lock")

@@ -12,7 +12,7 @@ from engine.description import ModelDescription
 from engine.device import Device
 from engine.dtypes import dtype_name
 from engine.errors import ConfigError, InsufficientMemoryError
-from engine.experts.store import NUM_STAGING
+from engine.experts.store import NUM_TRANSFERS
 from engine.forecast import forecast
 from engine.host_memory import available_bytes
 from engine.memory import Budget, SlotPlan, device_budget, host_budget, plan_slots, showcase_budget
@@ -152,7 +152,7 @@ def _host_bytes(budget_bytes: int, machine: Machine, sizes: ModelSizes) -> tuple
     num_host = min(sizes.num_experts, budget_bytes // sizes.expert_bytes)
     if machine.is_cpu or num_host == sizes.num_experts:
         return num_host * sizes.expert_bytes, 0
-    return max(0, num_host - NUM_STAGING) * sizes.expert_bytes, NUM_STAGING * sizes.expert_bytes
+    return max(0, num_host - NUM_TRANSFERS) * sizes.expert_bytes, NUM_TRANSFERS * sizes.expert_bytes
 
 
 def _rows(sizes: ModelSizes, choices: Choices, slots: SlotPlan, num_host: int, staging_bytes: int) -> list[MemoryRow]:

@@ -135,6 +135,11 @@ class ModelPlan(msgspec.Struct, frozen=True):
     """What was decided and why, one sentence each."""
 
     @property
+    def num_disk_experts(self) -> int:
+        """Experts that are read from disk."""
+        return self.num_experts - self.num_host_experts
+
+    @property
     def fits(self) -> bool:
         return not self.shortages
 

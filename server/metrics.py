@@ -100,9 +100,8 @@ class Metrics:
         plan = capabilities.plan
         self.draft_length.set(capabilities.draft_length)
         self.num_slots.set(plan.num_slots)
-        num_disk_experts = plan.num_experts - plan.num_host_experts
         self._store_bytes.labels(self._model_name, "host").set(plan.num_host_experts * plan.expert_bytes)
-        self._store_bytes.labels(self._model_name, "disk").set(num_disk_experts * plan.expert_bytes)
+        self._store_bytes.labels(self._model_name, "disk").set(plan.num_disk_experts * plan.expert_bytes)
         for tier in get_args(Tier):
             self._memory_bytes.labels(self._model_name, tier).set(plan.tier_bytes(tier))
         for tier, rate in plan.bandwidths.items():

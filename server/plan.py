@@ -28,10 +28,9 @@ def plan_json(plan: ModelPlan) -> str:
 
 def plan_line(plan: ModelPlan) -> str:
     """What a log should hold."""
-    num_on_disk = plan.num_experts - plan.num_host_experts
     line = (
         f"{plan.num_slots} slots for {plan.num_experts} experts of {size(plan.expert_bytes)}, "
-        f"{plan.num_host_experts} read from host memory and {num_on_disk} from disk"
+        f"{plan.num_host_experts} read from host memory and {plan.num_disk_experts} from disk"
     )
     return "; ".join([line, *(f"{tier} {size(rate)}/s" for tier, rate in plan.bandwidths.items())])
 
@@ -86,8 +85,7 @@ def _tiers(rows: list[MemoryRow]) -> list[Tier]:
 
 
 def _forecast_table(plan: ModelPlan) -> Table:
-    title = "Moved per output token if routing is random"
-    table = Table(title=title, title_justify="left")
+    table = Table(title="Moved per output token if routing is random", title_justify="left")
     table.add_column("mode", no_wrap=True)
     for title in ("slots", "from host", "from disk"):
         table.add_column(title, justify="right", no_wrap=True)

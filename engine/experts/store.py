@@ -11,9 +11,8 @@ from engine.device import DONE, Device, Event
 from engine.experts.layout import ExpertId, ExpertLayout
 from engine.experts.records import RecordFile
 
-NUM_STAGING = 2
-"""Records that can be on their way from disk to the device at once: one for each thread that transfers."""
-
+NUM_TRANSFERS = 2
+"""Records that are moved to the device at once: the slow tier works on one while the other is handed over."""
 
 NUM_LOADERS = 4
 """Records that are read into host memory at once: some are on their way while others are checked."""
@@ -43,12 +42,12 @@ class DiskStore:
     def __init__(self, records: RecordFile, device: Device) -> None:
         self._records = records
         self._device = device
-        self._staging: torch.Tensor | None = None  # uint8 [NUM_STAGING, expert_bytes]
+        self._staging: torch.Tensor | None = None  # uint8 [NUM_TRANSFERS, expert_bytes]
         self._free_rows: SimpleQueue[tuple[int, Event]] = SimpleQueue()
         """Rows that no fetch has, each with the event of the last copy out of it."""
         if device.kind != "cpu":
-            self._staging = device.empty_host_bytes(NUM_STAGING, records.expert_bytes)
-            for row in range(NUM_STAGING):
+            self._staging = device.empty_host_bytes(NUM_TRANSFERS, records.expert_bytes)
+            for row in range(NUM_TRANSFERS):
                 self._free_rows.put((row, DONE))
 
     def fetch(self, expert: ExpertId, destination: torch.Tensor) -> Event:

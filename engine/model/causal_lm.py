@@ -34,11 +34,6 @@ class CausalLM:
         tensors = [*self._model.parameters(), *self._model.buffers()]
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors if not tensor.is_meta}.values())
 
-    @property
-    def num_parameters(self) -> int:
-        """Dense parameters; tied ones count once."""
-        return sum(parameter.numel() for parameter in self._model.parameters() if not parameter.is_meta)
-
     def new_cache(self, max_tokens: int) -> KvCache:
         return KvCache(self.config, max_tokens, self._kv_dtype)
 

@@ -8,7 +8,7 @@ import torch
 
 from engine.device import CpuDevice
 from engine.errors import ConfigError, InsufficientMemoryError
-from engine.experts.store import NUM_STAGING
+from engine.experts.store import NUM_TRANSFERS
 from engine.memory import DEVICE_MARGIN, HOST_MARGIN
 from engine.planning import Machine, require_fit
 from engine.protocol import ModelPlan
@@ -57,7 +57,7 @@ def test_rows_say_what_lies_where(model: Path) -> None:
     assert device["expert slots"].note == "18, for 100% of the experts"
     assert host["full-precision experts"].num_bytes == 3 * plan.expert_bytes
     assert host["full-precision experts"].note == "3 of 18, 0.0 MB each"
-    assert host["staging buffers"].num_bytes == NUM_STAGING * plan.expert_bytes
+    assert host["staging buffers"].num_bytes == NUM_TRANSFERS * plan.expert_bytes
     assert disk["packed model"].num_bytes == described.sizes.pack_bytes(described.choices.draft)
     assert disk["packed model"].note == "15 of 18 experts are read from here"
     assert plan.tier_bytes("device") == needs.total + plan.num_slots * plan.expert_bytes
@@ -84,8 +84,8 @@ def test_automatic_budgets_on_cuda(model: Path) -> None:
             "device": int(free_bytes * (1 - DEVICE_MARGIN)),
             "host": int(host_bytes * (1 - HOST_MARGIN)),
         }
-        assert plan.num_host_experts + NUM_STAGING == plan.budget_bytes["host"] // plan.expert_bytes == 4
-        assert rows_of(plan, "host")["staging buffers"].num_bytes == NUM_STAGING * plan.expert_bytes
+        assert plan.num_host_experts + NUM_TRANSFERS == plan.budget_bytes["host"] // plan.expert_bytes == 4
+        assert rows_of(plan, "host")["staging buffers"].num_bytes == NUM_TRANSFERS * plan.expert_bytes
         assert decision(plan, "Device memory").endswith("what is free less 10%.")
         assert decision(plan, "Host memory").endswith("what is free less 20%.")
 
@@ -103,7 +103,7 @@ def test_automatic_budgets_on_a_cpu(model: Path) -> None:
 def test_budgets_as_set(model: Path) -> None:
     plan = plan_for(cuda(GB, GB), model, device_memory="20MB", host_memory="190kB")
     assert plan.budget_bytes == {"device": 20 * MB, "host": 190_000}
-    assert plan.num_host_experts + NUM_STAGING == 5
+    assert plan.num_host_experts + NUM_TRANSFERS == 5
     assert decision(plan, "Device memory") == "Device memory: 20 MB, as set."
     assert decision(plan, "Host memory") == "Host memory for experts: 0 MB, as set."
 
@@ -178,7 +178,7 @@ def test_a_device_that_is_too_small(model: Path) -> None:
 
 def test_a_host_that_is_too_small_on_cuda(model: Path) -> None:
     plan = plan_for(cuda(GB, 150_000), model, device_memory="20MB", host_memory="190kB")
-    assert plan.num_host_experts + NUM_STAGING == 5
+    assert plan.num_host_experts + NUM_TRANSFERS == 5
     assert plan.shortages == {"host": 5 * plan.expert_bytes - 150_000}
     assert plan.remedies == ["--host-memory 0MB"]
 
@@ -202,7 +202,7 @@ def test_two_tiers_that_are_too_small(model: Path) -> None:
 def test_a_machine_that_is_not_here_has_the_host_memory_that_was_set(model: Path) -> None:
     plan = plan_for(cuda(None, 1000), model, device_memory="20MB", host_memory="190kB")
     assert plan.fits
-    assert plan.num_host_experts + NUM_STAGING == 5
+    assert plan.num_host_experts + NUM_TRANSFERS == 5
     # What was not set is this machine's.
     assert plan_for(cuda(None, 1000), model, device_memory="20MB").budget_bytes["host"] == 800
 

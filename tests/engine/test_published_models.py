@@ -12,7 +12,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.description import ModelDescription, describe_model
-from engine.experts.store import NUM_STAGING
+from engine.experts.store import NUM_TRANSFERS
 from engine.planning import Machine
 from engine.protocol import ModelPlan
 from tests.engine.plans import GB, MB, flags, replan, rows_of
@@ -153,7 +153,7 @@ def test_rows_add_up(published: Published, machine: str) -> None:
     # Host and disk: every expert is read from one of them.
     assert planned.num_experts == published.num_experts
     room = 0 if machine == "a CPU" else HOST_BYTES // planned.expert_bytes
-    staging = NUM_STAGING if 0 < room < published.num_experts else 0
+    staging = NUM_TRANSFERS if 0 < room < published.num_experts else 0
     assert planned.num_host_experts == min(published.num_experts, room - staging)
     assert planned.tier_bytes("host") == (planned.num_host_experts + staging) * planned.expert_bytes
     from_disk = published.num_experts - planned.num_host_experts

@@ -12,7 +12,7 @@ import torch
 from engine.device import CpuDevice, Device, empty_pages
 from engine.errors import PackError
 from engine.experts.layout import ExpertId, ExpertLayout, LayerLayout
-from engine.experts.store import NUM_STAGING, DiskStore, ExpertStore, HostStore, TieredStore, host_experts
+from engine.experts.store import NUM_TRANSFERS, DiskStore, ExpertStore, HostStore, TieredStore, host_experts
 from tests.engine.experts.files import LAYOUT, WrittenRecords, write_records
 from tests.engine.stepped_device import SteppedDevice
 
@@ -63,7 +63,7 @@ def test_several_threads_fetch_at_once(open_store: Opener, written: WrittenRecor
     store = open_store(written, device)
     experts = EXPERTS * 8
     slots = device.empty_bytes(len(experts), LAYOUT.expert_bytes)
-    with ThreadPoolExecutor(2 * NUM_STAGING) as threads:
+    with ThreadPoolExecutor(2 * NUM_TRANSFERS) as threads:
         events = list(threads.map(store.fetch, experts, slots))
     for event in events:
         event.synchronize()
@@ -144,7 +144,7 @@ def test_staging_memory_is_one_allocation_of_a_few_records(written: WrittenRecor
     slots = device.empty_bytes(len(EXPERTS), LAYOUT.expert_bytes)
     for expert, slot in zip(EXPERTS, slots, strict=True):
         store.fetch(expert, slot).synchronize()
-    assert list(device.registered.values()) == [NUM_STAGING * LAYOUT.expert_bytes]
+    assert list(device.registered.values()) == [NUM_TRANSFERS * LAYOUT.expert_bytes]
     store.close()
 
 
@@ -152,13 +152,13 @@ def test_a_staging_row_is_read_into_again_only_when_the_copy_out_of_it_is_done(w
     device = SteppedDevice()
     store = disk_store(written, device)
     slots = device.empty_bytes(len(EXPERTS), LAYOUT.expert_bytes)
-    for index in range(NUM_STAGING):
+    for index in range(NUM_TRANSFERS):
         store.fetch(EXPERTS[index], slots[index])
     assert device.log == []
-    for index in range(NUM_STAGING, len(EXPERTS)):
+    for index in range(NUM_TRANSFERS, len(EXPERTS)):
         store.fetch(EXPERTS[index], slots[index])
         # The row whose copy is the oldest: the others go on in the meantime.
-        assert device.log == ["copy"] * (index + 1 - NUM_STAGING)
+        assert device.log == ["copy"] * (index + 1 - NUM_TRANSFERS)
     while device.advance_copies():
         pass
     for expert, slot in zip(EXPERTS, slots, strict=True):
@@ -174,7 +174,7 @@ def test_a_failed_read_gives_its_staging_row_back(written: WrittenRecords) -> No
     store.fetch(EXPERTS[1], slots[0])
 
     def fail_and_fetch() -> None:
-        for _ in range(2 * NUM_STAGING):
+        for _ in range(2 * NUM_TRANSFERS):
             with pytest.raises(PackError):
                 store.fetch(EXPERTS[0], slots[1])
         store.fetch(EXPERTS[2], slots[1]).synchronize()

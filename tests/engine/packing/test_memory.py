@@ -24,10 +24,7 @@ from engine.kernels.quantization import QuantizationSpec
 from engine.model.checkpoint import read_config
 from engine.packing import ensure_draft, ensure_pack
 from engine.resident import peak_memory, release_freed_memory
-
-def resident_bytes():
-    (line,) = [line for line in open("/proc/self/status") if line.startswith("VmRSS:")]
-    return int(line.split()[1]) * 1024
+from tests.engine.test_resident import resident_bytes
 
 torch.set_num_threads(1)
 checkpoint, cache = Path(sys.argv[1]), Path(sys.argv[2])
