@@ -38,6 +38,7 @@ from engine.protocol import (
     Task,
     ToEngine,
     Tokens,
+    Traced,
     decode_to_server,
     encode,
 )
@@ -73,8 +74,8 @@ class EngineClient:
     async def start(cls, config: EngineConfig, task: Task, command: Sequence[str] | None = None) -> "EngineClient":
         """Start the engine process; `command` replaces `python -m engine.process` and gets the same arguments.
 
-        The task "pack" takes a `PackConfig`. The process has its own session, so that Ctrl-C in a terminal reaches the
-        server only.
+        The task "pack" takes a `PackConfig`, "bench" a `BenchConfig`. The process has its own session, so that Ctrl-C
+        in a terminal reaches the server only.
         """
         command = command or (sys.executable, "-m", "engine.process")
         parent, child = socket.socketpair()
@@ -160,7 +161,7 @@ class EngineClient:
         try:
             while not over:
                 event = await events.get()
-                over = not isinstance(event, Prefill | Tokens)
+                over = not isinstance(event, Prefill | Tokens | Traced)
                 if isinstance(event, SpecterError):
                     raise event
                 yield event

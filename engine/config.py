@@ -1,7 +1,7 @@
 """What the engine can be told. The server's settings extend this tree; nothing here reads the environment."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
@@ -10,7 +10,12 @@ DEMO_MODEL = "demo"
 DeviceName = Literal["auto", "cuda", "cpu"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Budget = ByteSize | Literal["auto"]
+DrafterName = Literal["auto", "quantized", "ngram", "none"]
 DraftWeights = Literal["qint2", "qint4", "qint8", "qfloat8"]
+CachePolicyName = Literal["lookahead", "lru"]
+
+MAX_DRAFT_LENGTH = 32
+MAX_AUTO_DRAFT_LENGTH = 16
 
 
 class EngineConfig(BaseModel):
@@ -42,13 +47,39 @@ class EngineConfig(BaseModel):
         None, ge=1, description="Longest prompt plus output, in tokens; by default the model's own maximum."
     )
     kv_dtype: DtypeName = Field("auto", description="Type of the KV cache; auto takes the one computed in.")
-    draft: bool = Field(True, description="Draft with quantized experts; off: plain decoding with the same cache.")
-    draft_length: int = Field(4, ge=0, le=32, description="Tokens to draft per cycle.")
-    draft_weights: DraftWeights = Field("qint4", description="Quanto type of the draft's experts.")
+    draft: DrafterName = Field(
+        "auto",
+        description="What proposes tokens: a quantized copy of the experts, n-grams of the text so far, or nothing; "
+        "auto takes what is predicted to be fastest here.",
+    )
+    draft_length: Annotated[int, Field(ge=0, le=MAX_DRAFT_LENGTH)] | Literal["auto"] = Field(
+        "auto", description="Tokens to draft per cycle; auto decides in each cycle, by what is expected to be fastest."
+    )
+    max_cycle_seconds: float = Field(
+        10.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Time that a cycle with a draft of automatic length is expected to take at most, so that tokens do "
+        "not come in rare bursts.",
+    )
+    draft_weights: DraftWeights | Literal["auto"] = Field(
+        "auto",
+        description="Quanto type of the quantized draft's experts; auto: qint4, or qint8 where an automatic drafter is "
+        "predicted to be faster with it.",
+    )
     draft_group_size: int = Field(
         64, ge=1, description="Weights that share one scale in qint2 and qint4; the 8-bit types have one per row."
     )
-    prefill_chunk_tokens: int = Field(512, ge=1, description="Prompt tokens per prefill step; an abort waits for one.")
+    cache_policy: CachePolicyName = Field(
+        "lookahead",
+        description="What leaves the expert cache first: what no plan needs and was used least of late (lookahead), or "
+        "what its layer has not used for longest (lru).",
+    )
+    prefill_chunk_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        "auto",
+        description="Prompt tokens per prefill step; auto: as many as memory allows, since each step moves most "
+        "experts again. An abort waits for one step.",
+    )
 
 
 class PackConfig(EngineConfig):
@@ -57,3 +88,16 @@ class PackConfig(EngineConfig):
     out: Path | None = Field(
         None, description="Directory for the packed model, which can then be served by itself; by default the cache's."
     )
+
+
+class BenchConfig(EngineConfig):
+    """What the task "bench" is told: settings for comparisons, which nobody would serve with."""
+
+    prefetch: bool = Field(
+        True, description="Whether experts are moved before they are asked for where no draft plans that."
+    )
+    max_slots: int | None = Field(None, ge=1, description="Slots for experts at most; by default as many as fit.")
+    link_bandwidth: int | None = Field(
+        None, ge=1, description="Bytes per second that experts are moved at, at most; by default as fast as they go."
+    )
+    trace: bool = Field(False, description="Whether each request's `TraceEvent`s are sent.")

@@ -20,10 +20,11 @@ from engine.protocol import (
     Ready,
     Tokens,
     ToServer,
+    Traced,
 )
 
 StartupEvent = Loading | Located | Ready | Prepared | Planned
-GenerationEvent = Prefill | Tokens | Finished
+GenerationEvent = Prefill | Tokens | Traced | Finished
 
 
 class Mailbox:
@@ -40,7 +41,7 @@ class Mailbox:
         match message:
             case Loading() | Located() | Ready() | Prepared() | Planned():
                 self.startup.put_nowait(message)
-            case Prefill() | Tokens() | Finished():
+            case Prefill() | Tokens() | Traced() | Finished():
                 self._answer(message.request_id, message)
             case Failed(request_id=str() as request_id):
                 self._answer(request_id, _request_error(message))

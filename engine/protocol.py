@@ -4,15 +4,16 @@ One inherited socket pair carries length-prefixed msgpack messages both ways: fo
 bytes of payload. End-of-file on either side is the notice that the other process is gone. Within one direction,
 messages arrive in the order in which they were sent; for one request the engine sends
 
-    Prefill*  Tokens*  (Finished | Failed)
+    Prefill*  Tokens*  Traced?  (Finished | Failed)
 
 and nothing after it. An `Abort` for a request that is unknown or already over does nothing.
 
 The engine process is started as `python -m engine.process FD TASK CONFIG`: the number of the inherited socket, a
-`Task`, and an `EngineConfig` (for "pack" a `PackConfig`) as JSON. It sends `Loading` any number of times, and in the
-end the task's answer, or `Failed` without a request id:
+`Task`, and an `EngineConfig` (for "pack" a `PackConfig`, for "bench" a `BenchConfig`) as JSON. It sends `Loading` any
+number of times, and in the end the task's answer, or `Failed` without a request id:
 
     serve    Located as soon as the model's directory is known; Ready; and then serves until `Shutdown`
+    bench    as "serve", with what only a comparison needs
     prepare  Prepared: the model has been fetched or built
     pack     Prepared: the model has been packed, with its draft
     plan     Planned: where everything would go, told without loading weights
@@ -24,12 +25,16 @@ from typing import Literal
 
 import msgspec
 
+from engine.config import DrafterName
+
 HEADER = struct.Struct(">I")
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 
-Task = Literal["serve", "prepare", "pack", "plan"]
+Task = Literal["serve", "bench", "prepare", "pack", "plan"]
 FinishReason = Literal["stop", "length", "abort"]
 Tier = Literal["device", "host", "disk"]
+Track = Literal["cycle", "phase", "layer", "wait", "transfer"]
+"""What lies side by side in a timeline; within one track (but "transfer") events do not overlap, or are nested."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -112,6 +117,8 @@ class ModelPlan(msgspec.Struct, frozen=True):
     """Where every part of a model goes, in bytes, and what that costs; the same before the load and after it."""
 
     model: str
+    drafter: DrafterName
+    """Never "auto"."""
     device: str
     """For people, such as "CPU (2 threads)"."""
     memory: list[MemoryRow]
@@ -123,6 +130,8 @@ class ModelPlan(msgspec.Struct, frozen=True):
     """Settings each of which would make the model fit; empty where it does."""
     num_experts: int
     expert_bytes: int
+    cold_token_bytes: int
+    """Expert bytes that one token visits."""
     num_slots: int
     num_host_experts: int
     """Experts that are read from host memory; the others are read from disk."""
@@ -153,9 +162,45 @@ class Capabilities(msgspec.Struct, frozen=True):
     vocab_size: int
     eos_token_ids: list[int]
     draft_length: int
+    """Tokens drafted per cycle at most."""
+    token_compute_seconds: float
+    """Of one token with all its experts resident, measured at the start."""
     plan: ModelPlan
     startup_seconds: dict[str, float]
     """How long each stage of the start took, in order."""
+
+    @property
+    def drafter(self) -> DrafterName:
+        return self.plan.drafter
+
+
+class Estimates(msgspec.Struct, frozen=True):
+    """What the governor of the draft length expects, and decided by; about one cycle."""
+
+    acceptance_rate: float
+    """Probability that the next drafted token would have been accepted, were the ones before it."""
+    draft_seconds: float
+    """Of one drafted token."""
+    verify_seconds: float
+    """Of the pass over the tokens that were drafted, without waiting."""
+    transfer_bytes: float
+    """That the cycle moves."""
+    bandwidth: float
+    """Of the link, bytes per second."""
+    num_tokens: float
+    """That the cycle yields."""
+    cycle_seconds: float
+
+
+class TraceEvent(msgspec.Struct, frozen=True):
+    """What the engine did from one moment to another."""
+
+    name: str
+    track: Track
+    start_seconds: float
+    """By the system's monotonic clock."""
+    seconds: float
+    arguments: dict[str, int | float | str | list[list[int]]]
 
 
 class CycleStats(msgspec.Struct, frozen=True):
@@ -232,6 +277,15 @@ class Tokens(Message, frozen=True):
     request_id: str
     token_ids: list[int]
     cycle: CycleStats
+    estimates: Estimates | None = None
+    """Absent where nothing was decided: after prefill, and with a draft of fixed length."""
+
+
+class Traced(Message, frozen=True):
+    """All events of a request, where the task "bench" asks for them."""
+
+    request_id: str
+    events: list[TraceEvent]
 
 
 class Finished(Message, frozen=True):
@@ -255,7 +309,7 @@ class Pong(Message, frozen=True):
 OnProgress = Callable[[Loading], None]
 """Whoever does long work reports it through one of these."""
 
-ToServer = Loading | Located | Ready | Prepared | Planned | Prefill | Tokens | Finished | Failed | Pong
+ToServer = Loading | Located | Ready | Prepared | Planned | Prefill | Tokens | Traced | Finished | Failed | Pong
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)
