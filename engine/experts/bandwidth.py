@@ -15,6 +15,15 @@ COPY_BYTES = 32 * 2**20
 """Large enough that starting a copy does not count, and of the size of a large expert."""
 
 
+PIECE_SECONDS = 1.25e-3
+"""How long a demand may have to wait for what is under way. Shorter pieces cost more than they save."""
+
+
+def piece_bytes(bandwidth: float) -> int:
+    """How much of an expert to move at once at so many bytes per second."""
+    return max(1, round(bandwidth * PIECE_SECONDS / BLOCK_BYTES)) * BLOCK_BYTES
+
+
 def measure_disk(path: Path, max_seconds: float = 0.25) -> float | None:
     """Bytes per second of reads at random places of the file, past the page cache; None where it is too small to tell.
 

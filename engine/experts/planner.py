@@ -1,6 +1,8 @@
-"""What the draft's routes say about the experts that verification will visit."""
+"""Which experts a pass will visit, as far as that can be told, and what has to make room for them: pure functions."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 
@@ -26,6 +28,37 @@ class LookaheadBuffer:
     def predicted(self) -> list[ExpertId]:
         """Experts in the order in which verification wants them: by layer, within it by the first token that does."""
         return [ExpertId(layer, expert) for layer, wanted in enumerate(self._wanted) for expert in wanted]
+
+
+class TransferPlan(NamedTuple):
+    ranks: dict[ExpertId, int]
+    """The experts that the pass will visit, in order, each with its place in it."""
+    expendable: list[ExpertId]
+    """Those of them that are resident, and yet have to go: what is visited last goes first."""
+
+
+def plan_transfers(
+    predicted: Sequence[ExpertId], is_resident: Callable[[ExpertId], bool], num_slots: int, num_spare: int
+) -> TransferPlan:
+    """Plan for a pass that visits the predicted experts, layer by layer, with `num_slots` slots.
+
+    `num_spare` slots hold nothing that is predicted. Once a layer has been visited its slots are spare too. Where the
+    spare ones do not do for a layer's missing experts, those give way that are visited last (Belady 1966), and will be
+    moved again: as few as possible, and none that is visited before what takes its slot.
+    """
+    ranks = {expert: rank for rank, expert in enumerate(predicted)}
+    resident = [expert for expert in ranks if is_resident(expert)]
+    missing = ranks.keys() - set(resident)
+    expendable: list[ExpertId] = []
+    for layer, group in groupby(ranks, key=lambda expert: expert.layer):
+        experts = list(group)
+        num_missing = sum(expert in missing for expert in experts)
+        while num_missing > num_spare and resident and resident[-1].layer > layer:
+            expendable.append(resident.pop())
+            missing.add(expendable[-1])
+            num_spare += 1
+        num_spare = min(num_slots, max(0, num_spare - num_missing) + len(experts))
+    return TransferPlan(ranks, expendable)
 
 
 class PrefillPlanner:

@@ -33,15 +33,20 @@ class RecordFile:
         self._checked: set[ExpertId] = set()
         self._file = DirectFile(path)
 
-    def read(self, expert: ExpertId, destination: torch.Tensor) -> None:
-        """Fill `destination`, uint8 [expert_bytes] in host memory, its start aligned to a page.
+    def is_checked(self, expert: ExpertId) -> bool:
+        """Whether the record has been read and found intact; only then may it be read in parts."""
+        return expert in self._checked
+
+    def read(self, expert: ExpertId, destination: torch.Tensor, offset: int = 0) -> None:
+        """Fill `destination`, uint8 [n] in host memory, its start aligned to a page, from `offset` bytes on.
 
         Raises `OSError`, and `PackError` where the first read of a record finds other content than was written; a
         damaged record is noticed again by each later read.
         """
         content = destination.numpy().data
+        assert self.is_checked(expert) or content.nbytes == self.expert_bytes
         index = self._layout.record_index(expert)
-        self._file.read(index * self.expert_bytes, content)
+        self._file.read(index * self.expert_bytes + offset, content)
         # Once is enough: this is for what has happened to the file since it was written, not for a failing disk.
         if expert not in self._checked:
             if checksum(content) != self._checksums[index]:

@@ -21,11 +21,15 @@ NUM_LOADERS = 4
 class ExpertStore(Protocol):
     """Read-only source of expert records; safe to call from several threads."""
 
-    def fetch(self, expert: ExpertId, destination: torch.Tensor) -> Event:
-        """Move the expert's record into `destination`, uint8 [expert_bytes] on the device.
+    def is_divisible(self, expert: ExpertId) -> bool:
+        """Whether the expert may be fetched in parts now. What has to be checked as a whole may not at first."""
 
-        May return before the bytes are there; the event is done when they are. Raises `OSError` where reading fails
-        and `PackError` where what was read is damaged; then the content of `destination` is undefined.
+    def fetch(self, expert: ExpertId, destination: torch.Tensor, offset: int = 0) -> Event:
+        """Move the expert's record, from `offset` bytes on, into `destination`, uint8 [n] on the device.
+
+        Both are multiples of `BLOCK_BYTES`. May return before the bytes are there; the event is done when they are.
+        Raises `OSError` where reading fails and `PackError` where what was read is damaged; then the content of
+        `destination` is undefined.
         """
 
     def close(self) -> None:
@@ -50,15 +54,19 @@ class DiskStore:
             for row in range(NUM_TRANSFERS):
                 self._free_rows.put((row, DONE))
 
-    def fetch(self, expert: ExpertId, destination: torch.Tensor) -> Event:
+    def is_divisible(self, expert: ExpertId) -> bool:
+        return self._records.is_checked(expert)
+
+    def fetch(self, expert: ExpertId, destination: torch.Tensor, offset: int = 0) -> Event:
         if self._staging is None:
-            self._records.read(expert, destination)
+            self._records.read(expert, destination, offset)
             return DONE
         row, copied = self._free_rows.get()
         try:
             copied.synchronize()
-            self._records.read(expert, self._staging[row])
-            copied = self._device.copy(destination, self._staging[row])
+            staged = self._staging[row, : len(destination)]
+            self._records.read(expert, staged, offset)
+            copied = self._device.copy(destination, staged)
             return copied
         finally:
             self._free_rows.put((row, copied))
@@ -100,8 +108,11 @@ class HostStore:
     def __contains__(self, expert: ExpertId) -> bool:
         return expert in self._rows
 
-    def fetch(self, expert: ExpertId, destination: torch.Tensor) -> Event:
-        return self._device.copy(destination, self._records[self._rows[expert]])
+    def is_divisible(self, expert: ExpertId) -> bool:
+        return True
+
+    def fetch(self, expert: ExpertId, destination: torch.Tensor, offset: int = 0) -> Event:
+        return self._device.copy(destination, self._records[self._rows[expert], offset : offset + len(destination)])
 
     def close(self) -> None:
         self._device.release_host_bytes(self._records)
@@ -115,9 +126,14 @@ class TieredStore:
         self._host = host
         self._disk = disk
 
-    def fetch(self, expert: ExpertId, destination: torch.Tensor) -> Event:
-        store = self._host if expert in self._host else self._disk
-        return store.fetch(expert, destination)
+    def is_divisible(self, expert: ExpertId) -> bool:
+        return self._tier(expert).is_divisible(expert)
+
+    def fetch(self, expert: ExpertId, destination: torch.Tensor, offset: int = 0) -> Event:
+        return self._tier(expert).fetch(expert, destination, offset)
+
+    def _tier(self, expert: ExpertId) -> HostStore | DiskStore:
+        return self._host if expert in self._host else self._disk
 
     def close(self) -> None:
         try:

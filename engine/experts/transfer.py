@@ -1,9 +1,8 @@
-"""Moves experts into slots while the model computes.
+"""Moves experts into slots while the model computes: `TransferSchedule` with threads, a store and a device.
 
 Two sides share this object, under one lock. The step loop's thread says what will be needed (`plan`) and then visits
-the experts of one layer after another (`visit`). Transfer threads do what `transfer_next` does: what `visit` waits for
-comes first (demand fetches), then the plan in its order, each as soon as a slot can be had. More planned experts than
-slots is normal: a slot is free again when its layer has been visited, so the plan streams through.
+the experts of one layer after another (`visit`). Transfer threads do what `transfer_next` does, again and again: move
+what the schedule names next.
 
 Who waits for whom:
 - a transfer thread waits for the lock's condition while there is nothing to move or no slot to move it to;
@@ -14,17 +13,18 @@ Who waits for whom:
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from engine.device import DONE, Device, Event
 from engine.errors import TransferError
-from engine.experts.cache import ExpertCache, Slot
+from engine.experts.cache import Slot
 from engine.experts.layout import ExpertId
+from engine.experts.schedule import Piece, TransferSchedule
 from engine.experts.store import ExpertStore
 from engine.protocol import CycleStats
+from engine.trace import NO_TRACE, Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -32,59 +32,88 @@ logger = logging.getLogger(__name__)
 class ExpertTransfers:
     """The cache's only mover. `plan`, `visit` and `forget_plan` belong to one thread, that of the step loop."""
 
-    def __init__(self, cache: ExpertCache, store: ExpertStore, device: Device) -> None:
-        self._cache = cache
+    def __init__(
+        self, schedule: TransferSchedule, store: ExpertStore, device: Device, tracer: Tracer = NO_TRACE
+    ) -> None:
+        self._schedule = schedule
         self._store = store
         self._device = device
+        self._tracer = tracer
         self._changed = threading.Condition()
-        self._planned: dict[ExpertId, int] = {}
-        self._prefetches: deque[ExpertId] = deque()
-        self._demands: deque[ExpertId] = deque()
-        self._awaited: set[ExpertId] = set()
-        self._arrived: deque[Slot] = deque()
-        self._failure: Exception | None = None
-        """Why an expert that the current visit waits for did not come."""
         self._breakdown: Exception | None = None
         """Why transfers have ended for good."""
-        self._counters = _Counters()
+        self._link = _LinkClock()
+        self._wait_seconds = 0.0
         self._threads: list[threading.Thread] = []
         self._closing = False
 
     # The step loop's side.
 
-    def plan(self, predicted: Sequence[ExpertId]) -> None:
-        """Replace the plan: experts in the order in which they will be visited; what is not cached is prefetched."""
+    def plan(self, predicted: Sequence[ExpertId]) -> int:
+        """Replace the plan: experts in the order in which they will be visited; the bytes that are yet to be moved."""
         with self._changed:
-            self._planned = {expert: rank for rank, expert in enumerate(predicted)}
-            self._prefetches = deque(expert for expert in self._planned if expert not in self._cache)
+            num_missing = self._schedule.plan(predicted)
             self._changed.notify_all()
+        return num_missing * self._schedule.cache.expert_bytes
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of all transfers that have begun, since the start."""
+        return self._schedule.prefetch_bytes + self._schedule.demand_bytes
 
     def forget_plan(self) -> None:
         """Cancel the prefetches that have not started; nothing is kept for later any more."""
         self.plan(())
 
-    def visit(self, layer: int, experts: Iterable[int], compute: Callable[[int, torch.Tensor], None]) -> None:
+    def visit(
+        self,
+        layer: int,
+        rows: Mapping[int, Sequence[int]],
+        num_tokens: int,
+        compute: Callable[[int, torch.Tensor], None],
+        next_predicted: Sequence[ExpertId] | None = None,
+    ) -> None:
         """Call `compute(expert, record)` once per expert of the layer: resident ones first, then as they arrive.
 
-        `record` is uint8 [expert_bytes] on the device and may be read by compute that is enqueued within the call, not
-        later. Afterwards the layer is out of the plan. Raises `TransferError` where an expert cannot be fetched.
+        `rows` says which of the pass's `num_tokens` tokens each expert is for. `record` is uint8 [expert_bytes]
+        on the device and may be read by compute that is enqueued within the call, not later. The layer is then out of
+        the plan, which `next_predicted` replaces where it is given, behind what is needed now.
+        Raises `TransferError` where an expert cannot be fetched.
         """
-        self._begin_visit([ExpertId(layer, expert) for expert in experts])
+        with self._changed:
+            self._schedule.begin_visit(layer, rows, num_tokens)
+            if next_predicted is not None:
+                self._schedule.plan(next_predicted)
+            self._changed.notify_all()
         try:
             while (slot := self._next_arrival()) is not None:
                 self._use(slot, compute)
         finally:
-            self._end_visit(layer)
+            with self._changed:
+                self._schedule.end_visit()
+                self._changed.notify_all()
 
     def stats(self) -> CycleStats:
         """The counters that concern experts, since the start; subtract two for the time between."""
         with self._changed:
-            return self._counters.snapshot(self._cache)
+            schedule = self._schedule
+            return CycleStats(
+                transfer_wait_seconds=self._wait_seconds,
+                num_expert_hits=schedule.num_hits,
+                num_expert_misses=schedule.num_misses,
+                num_evictions=schedule.cache.num_evictions,
+                num_prefetches_used=schedule.num_prefetches_used,
+                num_prefetches_wasted=schedule.num_prefetches_wasted,
+                num_demand_fetches=schedule.num_demand_fetches,
+                prefetch_bytes=schedule.prefetch_bytes,
+                demand_bytes=schedule.demand_bytes,
+                transfer_seconds=self._link.busy_seconds(time.perf_counter()),
+            )
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` where an invariant of the slots is broken."""
         with self._changed:
-            self._cache.check_integrity()
+            self._schedule.cache.check_integrity()
 
     # The transfer side.
 
@@ -105,165 +134,118 @@ class ExpertTransfers:
         self._threads.clear()
 
     def transfer_next(self) -> Event | None:
-        """Enqueue the most urgent transfer for which there is a slot; its event, or None where there is none to do."""
+        """Enqueue the most urgent piece for which there is a slot; its event, or None where there is none to do."""
         with self._changed:
-            slot = self._reserve_next()
-        if slot is None:
+            piece = self._begin()
+        if piece is None:
             return None
-        filled = self._fetch(slot)
+        arrival = self._fetch(piece)
         with self._changed:
-            self._counters.end_transfer()
-        return filled
+            self._link.end(time.perf_counter())
+        return arrival
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                slot = None
-                while not self._closing and (slot := self._reserve_next()) is None:
+                piece = None
+                while not self._closing and (piece := self._begin()) is None:
                     self._changed.wait()
-                if slot is None:
+                if piece is None:
                     return
+            started = time.perf_counter()
             try:
                 # What is enqueued can no longer be overtaken by a demand fetch, so each thread enqueues one at a time.
-                self._fetch(slot).synchronize()
+                self._fetch(piece).synchronize()
             except Exception as error:  # the device is broken: nothing that it moves can be trusted any more
                 with self._changed:
                     self._breakdown = error
                     self._changed.notify_all()
                 return
+            ended = time.perf_counter()
+            self._trace(piece, started, ended)
             with self._changed:
-                self._counters.end_transfer()
+                self._link.end(ended)
 
-    def _reserve_next(self) -> Slot | None:
-        for queue, is_urgent in ((self._demands, True), (self._prefetches, False)):
-            while queue and queue[0] in self._cache:
-                queue.popleft()
-            if not queue:
-                continue
-            is_prefetch = queue[0] in self._planned
-            slot = self._cache.reserve(queue[0], is_prefetch, self._planned, is_urgent)
-            if slot is not None:
-                queue.popleft()
-                self._counters.begin_transfer(is_prefetch, slot.record.nbytes)
-            return slot
-        return None
+    def _begin(self) -> Piece | None:
+        piece = self._schedule.begin_piece()
+        if piece is not None:
+            self._link.begin(time.perf_counter())
+        return piece
 
-    def _fetch(self, slot: Slot) -> Event:
-        assert slot.owner is not None
+    def _fetch(self, piece: Piece) -> Event:
+        expert, slot = piece.transfer.expert, piece.transfer.slot
         try:
             self._device.copy_waits_for(slot.last_use)
-            filled = self._store.fetch(slot.owner, slot.record)
+            part = slot.record[piece.offset : piece.offset + piece.num_bytes]
+            arrival = self._store.fetch(expert, part, piece.offset)
         except Exception as error:  # a transfer thread has no caller: whoever waits for the expert is told
-            return self._fail(slot, error)
+            with self._changed:
+                if not self._schedule.fail_piece(piece, error):
+                    logger.warning("prefetch of %s failed (%s); it is fetched again when it is needed", expert, error)
+                self._changed.notify_all()
+            return DONE
         with self._changed:
-            self._cache.fill(slot, filled)
-            if slot.owner in self._awaited:
-                self._awaited.remove(slot.owner)
-                self._arrived.append(self._cache.pin(slot.owner))
+            self._schedule.end_piece(piece, arrival)
             self._changed.notify_all()
-        return filled
+        return arrival
 
-    def _fail(self, slot: Slot, error: Exception) -> Event:
-        with self._changed:
-            if slot.owner in self._awaited:
-                self._failure = error
-            else:
-                logger.warning("prefetch of %s failed (%s); it is fetched again when it is needed", slot.owner, error)
-            self._cache.abandon(slot)
-            self._changed.notify_all()
-        return DONE
-
-    def _begin_visit(self, experts: Sequence[ExpertId]) -> None:
-        with self._changed:
-            self._failure = None
-            for expert in experts:
-                if self._cache.is_ready(expert):
-                    self._arrived.append(self._cache.pin(expert))
-                    continue
-                self._awaited.add(expert)
-                if expert not in self._cache:  # else a prefetch of it is under way, which the visit joins
-                    self._demands.append(expert)
-            self._counters.num_hits += len(self._arrived)
-            self._counters.num_misses += len(self._awaited)
-            self._changed.notify_all()
+    def _trace(self, piece: Piece, started: float, ended: float) -> None:
+        layer, expert = piece.transfer.expert
+        kind = "prefetch" if piece.transfer.is_prefetch else "demand"
+        self._tracer.add("transfer", f"expert {layer}/{expert}", started, ended, kind=kind, bytes=piece.num_bytes)
 
     def _next_arrival(self) -> Slot | None:
         """The next pinned slot of the visit; None when all experts have been handed out."""
         with self._changed:
             started = time.perf_counter()
-            while not self._arrived and self._awaited:
-                error = self._breakdown or self._failure
-                if error is not None or self._closing:
-                    reason = str(error or "the engine is closing").rstrip(".")
-                    raise TransferError(f"An expert could not be read: {reason}.") from error
-                self._changed.wait()
-            self._counters.wait_seconds += time.perf_counter() - started
-            return self._arrived.popleft() if self._arrived else None
+            try:
+                while (slot := self._schedule.next_arrival()) is None and self._schedule.is_waiting:
+                    if self._breakdown is not None:
+                        raise self._breakdown
+                    if self._closing:
+                        raise InterruptedError("the engine is closing")
+                    self._changed.wait()
+            except Exception as error:
+                raise TransferError(f"An expert could not be read: {str(error).rstrip('.')}.") from error
+            ended = time.perf_counter()
+            self._wait_seconds += ended - started
+        if self._tracer.is_on and slot is not None and ended - started > MIN_TRACED_WAIT_SECONDS:
+            self._tracer.add("wait", "wait", started, ended)
+        return slot
 
     def _use(self, slot: Slot, compute: Callable[[int, torch.Tensor], None]) -> None:
         assert slot.owner is not None
         try:
-            self._device.compute_waits_for(slot.filled)
+            for arrival in slot.filled:
+                self._device.compute_waits_for(arrival)
             compute(slot.owner.expert, slot.record)
         finally:
             with self._changed:
-                self._counters.num_prefetches_used += slot.is_unused_prefetch
-                self._cache.unpin(slot, self._device.record_compute())
+                self._schedule.end_use(slot, self._device.record_compute())
                 self._changed.notify_all()
 
-    def _end_visit(self, layer: int) -> None:
-        with self._changed:
-            for slot in self._arrived:
-                self._cache.unpin(slot, None)
-            self._arrived.clear()
-            self._awaited.clear()
-            self._demands.clear()
-            self._planned = {expert: rank for expert, rank in self._planned.items() if expert.layer != layer}
-            self._prefetches = deque(expert for expert in self._prefetches if expert.layer != layer)
-            self._changed.notify_all()
+
+MIN_TRACED_WAIT_SECONDS = 50e-6
+"""Shorter waits are the cost of asking."""
 
 
-class _Counters:
-    """Mutable; guarded by the lock of `ExpertTransfers`."""
+class _LinkClock:
+    """For how long at least one transfer has been in flight. Mutable; guarded by the lock of `ExpertTransfers`."""
 
     def __init__(self) -> None:
-        self.num_hits = 0
-        self.num_misses = 0
-        self.num_prefetches_used = 0
-        self.wait_seconds = 0.0
-        self._num_demand_fetches = 0
-        self._prefetch_bytes = 0
-        self._demand_bytes = 0
         self._busy_seconds = 0.0
         self._num_in_flight = 0
         self._busy_since = 0.0
 
-    def begin_transfer(self, is_prefetch: bool, num_bytes: int) -> None:
-        if is_prefetch:
-            self._prefetch_bytes += num_bytes
-        else:
-            self._num_demand_fetches += 1
-            self._demand_bytes += num_bytes
+    def begin(self, now: float) -> None:
         if self._num_in_flight == 0:
-            self._busy_since = time.perf_counter()
+            self._busy_since = now
         self._num_in_flight += 1
 
-    def end_transfer(self) -> None:
+    def end(self, now: float) -> None:
         self._num_in_flight -= 1
         if self._num_in_flight == 0:
-            self._busy_seconds += time.perf_counter() - self._busy_since
+            self._busy_seconds += now - self._busy_since
 
-    def snapshot(self, cache: ExpertCache) -> CycleStats:
-        in_flight = time.perf_counter() - self._busy_since if self._num_in_flight else 0.0
-        return CycleStats(
-            transfer_wait_seconds=self.wait_seconds,
-            num_expert_hits=self.num_hits,
-            num_expert_misses=self.num_misses,
-            num_evictions=cache.num_evictions,
-            num_prefetches_used=self.num_prefetches_used,
-            num_prefetches_wasted=cache.num_prefetches_wasted,
-            num_demand_fetches=self._num_demand_fetches,
-            prefetch_bytes=self._prefetch_bytes,
-            demand_bytes=self._demand_bytes,
-            transfer_seconds=self._busy_seconds + in_flight,
-        )
+    def busy_seconds(self, now: float) -> float:
+        return self._busy_seconds + (now - self._busy_since if self._num_in_flight else 0.0)
