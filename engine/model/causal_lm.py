@@ -7,6 +7,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.model.dispatch import ExpertsDispatch, ExpertsImplementation, ExpertsModule
 from engine.model.kv_cache import KvCache
+from engine.model.routers import NextRouters, find_routers
 
 
 class CausalLM:
@@ -33,6 +34,11 @@ class CausalLM:
         """Device memory of the dense weights; tied ones count once."""
         tensors = [*self._model.parameters(), *self._model.buffers()]
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors if not tensor.is_meta}.values())
+
+    def routers(self, top_k: int) -> NextRouters | None:
+        """Those of all layers, to ask ahead of time; None where they cannot be told."""
+        found = find_routers(self._model)
+        return NextRouters(found, top_k) if found else None
 
     def new_cache(self, max_tokens: int) -> KvCache:
         return KvCache(self.config, max_tokens, self._kv_dtype)

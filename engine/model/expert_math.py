@@ -34,6 +34,11 @@ class RoutedTokens:
         self._outputs = hidden_states.new_empty(top_k_index.numel(), hidden_states.shape[1])  # [T * K, H]
 
     @property
+    def rows(self) -> dict[int, list[int]]:
+        """Which tokens each of the distinct experts is for."""
+        return {expert: [pair // self._top_k for pair in pairs] for expert, pairs in self._pairs.items()}
+
+    @property
     def experts(self) -> list[int]:
         """The distinct experts, by the first token that wants them."""
         return list(self._pairs)
