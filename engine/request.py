@@ -1,9 +1,11 @@
 """One request, while it is served."""
 
+import msgspec
 import torch
 
+from engine.errors import ContextLengthError, RequestError
 from engine.protocol import FinishReason, Submit
-from engine.sampling import draw, is_greedy, require_finite, target_distribution
+from engine.sampling import Choice, draw, is_greedy, require_finite, target_distribution
 from engine.speculative.acceptance import Verdict, accept_greedy, accept_sampled
 from engine.speculative.draft import Draft
 
@@ -36,16 +38,23 @@ class Request:
             return "stop"
         return "length" if self.num_remaining_tokens <= 0 else None
 
-    def choose(self, logits: torch.Tensor) -> tuple[int, torch.Tensor]:
-        """A token for the logits [V], with the distribution [V] that it was drawn from (the logits, if greedy).
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and output."""
+        return [*self.prompt_token_ids, *self.output_token_ids]
+
+    def choose(self, logits: torch.Tensor) -> Choice:
+        """A token for the logits [V].
 
         Raises `RequestFailedError` where the logits are not finite.
         """
         require_finite(logits)
         if is_greedy(self._sampling):
-            return int(logits.argmax()), logits
+            token_id = int(logits.argmax())
+            return Choice(token_id, logits, float(torch.exp(logits[token_id] - logits.logsumexp(dim=-1))))
         probs = target_distribution(logits, self._sampling)
-        return draw(probs, self._generator), probs
+        token_id = draw(probs, self._generator)
+        return Choice(token_id, probs, float(probs[token_id]))
 
     def judge(self, draft: Draft, logits: torch.Tensor) -> Verdict:
         """Which of the k drafted tokens (from `choose`) the target's logits [k + 1, V] confirm, and what follows.
@@ -67,3 +76,19 @@ class Request:
             self.output_token_ids.append(token_id)
             taken.append(token_id)
         return taken
+
+
+def fitting(submit: Submit, max_model_len: int, vocab_size: int) -> Submit:
+    """The request with `max_tokens` cut to the room that the prompt leaves. Raises `RequestError`."""
+    num_prompt_tokens = len(submit.prompt_token_ids)
+    room = max_model_len - num_prompt_tokens
+    if room <= 0:
+        raise ContextLengthError(num_prompt_tokens, max_model_len)
+    if num_prompt_tokens == 0:
+        raise RequestError("The prompt has no tokens; send at least one.")
+    for token_id in submit.prompt_token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(f"The prompt has token id {token_id}; this model's ids go from 0 to {vocab_size - 1}.")
+    if submit.max_tokens < 1:
+        raise RequestError(f"max_tokens is {submit.max_tokens}; ask for at least 1.")
+    return msgspec.structs.replace(submit, max_tokens=min(submit.max_tokens, room))

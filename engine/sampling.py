@@ -1,9 +1,19 @@
 """From logits to a token: pure functions, with the generator as an argument."""
 
+from typing import NamedTuple
+
 import torch
 
 from engine.errors import RequestFailedError
 from engine.protocol import SamplingParams
+
+
+class Choice(NamedTuple):
+    token_id: int
+    probs: torch.Tensor
+    """What the token was drawn from, [V]; the logits, if greedy."""
+    confidence: float
+    """The token's probability."""
 
 
 def is_greedy(params: SamplingParams) -> bool:

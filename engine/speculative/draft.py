@@ -1,135 +1,140 @@
-"""The draft's side: the same model with quantized experts, which are all on the device."""
+"""What proposes tokens for verification."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
-from engine.device import Device, HostCopy
-from engine.experts.planner import LookaheadBuffer, Routes
+from engine.experts.planner import LookaheadBuffer
 from engine.experts.transfer import ExpertTransfers
-from engine.kernels.quantized_linear import QuantizedLinear
 from engine.model.causal_lm import CausalLM
-from engine.model.dispatch import ExpertsModule
-from engine.model.expert_math import RoutedTokens, expert_forward
 from engine.model.kv_cache import KvCache
 from engine.phases import PhaseClock
-
-
-class QuantizedLayer(NamedTuple):
-    projections: Mapping[str, QuantizedLinear]
-    """By the parameter's name."""
-    biases: Mapping[str, torch.Tensor]
-    """[E, out] by the name of the bias; empty where the experts have none."""
-
-
-class PendingRoutes(NamedTuple):
-    """The routes of one pass on their way to the host."""
-
-    shapes: Sequence[torch.Size]
-    """(T, K) per layer."""
-    copy: HostCopy
-    """The layers one after the other, [L * T * K], whatever their K: one copy per pass."""
-
-    def read(self) -> Routes:
-        """Blocks the calling thread until they have arrived, that is until the pass is over."""
-        layers = self.copy.tensor().split([shape.numel() for shape in self.shapes])
-        return [experts.view(shape) for experts, shape in zip(layers, self.shapes, strict=True)]
-
-
-class QuantizedExperts:
-    """Experts implementation of the draft. Records the routes of each pass until they are taken."""
-
-    def __init__(self, layers: Sequence[QuantizedLayer], device: Device) -> None:
-        self.layers = layers
-        self._device = device
-        self._routes: list[torch.Tensor] = []
-
-    @property
-    def num_bytes(self) -> int:
-        """Device memory of the quantized experts."""
-        return sum(
-            sum(projection.num_bytes for projection in layer.projections.values())
-            + sum(bias.nbytes for bias in layer.biases.values())
-            for layer in self.layers
-        )
-
-    def __call__(
-        self,
-        module: ExpertsModule,
-        layer: int,
-        hidden_states: torch.Tensor,
-        top_k_index: torch.Tensor,
-        top_k_weights: torch.Tensor,
-    ) -> torch.Tensor:
-        self._routes.append(top_k_index)
-        projections, biases = self.layers[layer]
-        routed = RoutedTokens(hidden_states, top_k_index)
-
-        def linear(expert: int, name: str, inputs: torch.Tensor) -> torch.Tensor:
-            outputs = projections[name](expert, inputs)
-            bias = biases.get(f"{name}_bias")
-            return outputs if bias is None else outputs + bias[expert]
-
-        for expert in routed.experts:
-            routed.compute(expert, partial(expert_forward, module, partial(linear, expert)))
-        return routed.combine(top_k_weights)
-
-    def take_routes(self) -> PendingRoutes:
-        """The routes of the pass since the last call, which begin their way to the host. Returns at once."""
-        routes, self._routes = self._routes, []
-        flat = torch.cat([experts.flatten() for experts in routes])
-        return PendingRoutes([experts.shape for experts in routes], self._device.to_host(flat))
+from engine.sampling import Choice
+from engine.speculative.governor import DraftControl, DraftState
+from engine.speculative.ngram import MAX_NGRAM, lookup
+from engine.speculative.quantized import QuantizedExperts
+from engine.trace import Tracer
 
 
 class Draft(NamedTuple):
     token_ids: list[int]
     probs: list[torch.Tensor]
     """What each token was drawn from, [V] each, as `choose` returned it."""
+    confidences: list[float]
+    """The probability of each token by the drafter's own account."""
+    is_planned: bool
+    """Whether the transfers that verification needs are planned."""
 
 
-NO_DRAFT = Draft([], [])
+NO_DRAFT = Draft([], [], [], is_planned=False)
 
 
-class Drafter:
-    """Proposes tokens, and plans the transfers that verifying them will need while it does."""
+class Drafter(Protocol):
+    def propose(
+        self,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        choose: Callable[[torch.Tensor], Choice],
+        cache: KvCache,
+        control: DraftControl,
+    ) -> Draft:
+        """Up to `max_tokens` tokens after `token_ids`, the text so far, as many as `control` wants.
+
+        The cache holds all of the text but its last token, and is left as it was.
+        """
+
+
+class QuantizedDrafter:
+    """Runs the model with quantized experts, and plans the transfers that verifying will need while it does."""
 
     def __init__(
-        self, model: CausalLM, experts: QuantizedExperts, transfers: ExpertTransfers, clock: PhaseClock
+        self,
+        model: CausalLM,
+        experts: QuantizedExperts,
+        transfers: ExpertTransfers,
+        clock: PhaseClock,
+        tracer: Tracer,
     ) -> None:
         self._model = model
         self._experts = experts
         self._transfers = transfers
         self._clock = clock
+        self._tracer = tracer
 
     def propose(
         self,
-        token_id: int,
-        num_tokens: int,
-        choose: Callable[[torch.Tensor], tuple[int, torch.Tensor]],
+        token_ids: Sequence[int],
+        max_tokens: int,
+        choose: Callable[[torch.Tensor], Choice],
         cache: KvCache,
+        control: DraftControl,
     ) -> Draft:
-        """`num_tokens` tokens after `token_id`, the last verified one, which the cache does not hold yet.
+        """The plan grows with every pass, so transfers overlap the draft.
 
-        The cache is left as it was. The plan grows with every pass, so transfers overlap the draft; one pass more than
-        there are tokens tells the routes of the last one.
+        One pass more than there are tokens tells the routes of the last one.
         """
-        draft = Draft([], [])
+        draft = Draft([], [], [], is_planned=True)
         lookahead = LookaheadBuffer()
-        num_passes = num_tokens + 1 if num_tokens else 0
+        moved_before = self._transfers.moved_bytes
+        planned_bytes: int | None = None
+        token_id = token_ids[-1]
+        num_passes = 0
         with self._clock.phase("draft"):
-            for _ in range(num_passes):
-                logits = self._model.forward([token_id], cache, self._experts)
-                pending = self._experts.take_routes()
-                if len(draft.token_ids) < num_tokens:
-                    token_id, probs = choose(logits[-1])
-                    draft.token_ids.append(token_id)
-                    draft.probs.append(probs)
-                # Only now: choosing has waited for the pass anyway, and the routes have arrived meanwhile.
-                routes = pending.read()
+            is_wanted = True
+            while is_wanted:
+                state = DraftState(draft.confidences, num_passes, planned_bytes)
+                is_wanted = len(draft.token_ids) < max_tokens and control.wants_token(state)
+                if not is_wanted and not draft.token_ids:
+                    return NO_DRAFT
+                with self._tracer.span("phase", "draft", position=len(draft.token_ids)):
+                    logits = self._model.forward([token_id], cache, self._experts)
+                    num_passes += 1
+                    pending = self._experts.take_routes()
+                    if is_wanted:
+                        token_id, probs, confidence = choose(logits[-1])
+                        draft.token_ids.append(token_id)
+                        draft.probs.append(probs)
+                        draft.confidences.append(confidence)
+                    # Only now: choosing has waited for the pass anyway, and the routes have arrived meanwhile.
+                    routes = pending.read()
                 with self._clock.phase("plan"):
                     lookahead.add(routes)
-                    self._transfers.plan(lookahead.predicted())
+                    left_bytes = self._transfers.plan(lookahead.predicted())
+                    planned_bytes = self._transfers.moved_bytes - moved_before + left_bytes
             cache.drop(num_passes)
         return draft
+
+
+class NgramDrafter:
+    """Proposes what followed the text's last tokens before."""
+
+    def __init__(self, vocab_size: int, clock: PhaseClock) -> None:
+        self._vocab_size = vocab_size
+        self._clock = clock
+
+    def propose(
+        self,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        choose: Callable[[torch.Tensor], Choice],
+        cache: KvCache,
+        control: DraftControl,
+    ) -> Draft:
+        draft = Draft([], [], [], is_planned=False)
+        with self._clock.phase("draft"):
+            found, size = lookup(token_ids, max_tokens)
+            confidence = size / (MAX_NGRAM + 1)
+            for token_id in found:
+                if not control.wants_token(DraftState(draft.confidences)):
+                    break
+                draft.token_ids.append(token_id)
+                draft.confidences.append(confidence)
+                draft.probs.append(self._certain(token_id))
+        return draft
+
+    def _certain(self, token_id: int) -> torch.Tensor:
+        """The distribution [V] of a token that is proposed without a draw."""
+        probs = torch.zeros(self._vocab_size)
+        probs[token_id] = 1.0
+        return probs

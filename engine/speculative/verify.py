@@ -9,14 +9,21 @@ from engine.experts.codec import Codec
 from engine.experts.transfer import ExpertTransfers
 from engine.model.dispatch import ExpertsModule
 from engine.model.expert_math import RoutedTokens, expert_forward
+from engine.speculative.lookahead import RouterLookahead
+from engine.trace import Tracer
 
 
 class CachedExperts:
     """Experts implementation of prefill and verification: resident experts first, the others as they arrive."""
 
-    def __init__(self, transfers: ExpertTransfers, codec: Codec) -> None:
+    def __init__(
+        self, transfers: ExpertTransfers, codec: Codec, tracer: Tracer, lookahead: RouterLookahead | None = None
+    ) -> None:
+        """With a `lookahead`, each layer plans the transfers of the next ones; without, they are planned already."""
         self._transfers = transfers
         self._codec = codec
+        self._tracer = tracer
+        self._lookahead = lookahead
 
     def __call__(
         self,
@@ -36,7 +43,11 @@ class CachedExperts:
 
             routed.compute(expert, partial(expert_forward, module, linear))
 
-        self._transfers.visit(layer, routed.experts, compute)
+        predicted = self._lookahead.predict(layer, hidden_states) if self._lookahead else None
+        with self._tracer.span("layer", "experts", layer=layer) as traced:
+            self._transfers.visit(layer, routed.rows, len(hidden_states), compute, predicted)
+            if self._tracer.is_on:
+                traced["routes"] = top_k_index.tolist()
         return routed.combine(top_k_weights)
 
 
