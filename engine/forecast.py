@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from engine.protocol import Forecast
 
 ACCEPTANCE_RATE = 0.8
+"""Of tokens that quantized experts draft."""
+NGRAM_ACCEPTANCE_RATE = 0.4
+"""Of tokens that followed the same ones before; it depends on the text."""
 
 
 def accepted_tokens(draft_length: int, acceptance_rate: float = ACCEPTANCE_RATE) -> float:

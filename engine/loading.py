@@ -20,7 +20,7 @@ from engine.model.resolve import resolve_configuration, resolve_model
 from engine.packing import Draft, Pack, ensure_draft, ensure_pack
 from engine.phases import PhaseClock
 from engine.protocol import Loading, OnProgress
-from engine.speculative.draft import QuantizedExperts, QuantizedLayer
+from engine.speculative.quantized import QuantizedExperts, QuantizedLayer
 
 
 class LoadedModel(NamedTuple):
@@ -84,14 +84,15 @@ def load_model(
     return LoadedModel(
         description=model,
         pack=pack,
-        eos_token_ids=_eos_token_ids(model.path, model.hf_config),
+        eos_token_ids=eos_token_ids(model.path, model.hf_config),
         model=causal_lm,
         draft=draft,
         codec=IdentityCodec(pack.layout, choices.dtype, device.torch_device),
     )
 
 
-def _eos_token_ids(path: Path, hf_config: PreTrainedConfig) -> frozenset[int]:
+def eos_token_ids(path: Path, hf_config: PreTrainedConfig) -> frozenset[int]:
+    """The tokens that end a text, by the model's generation settings or else its configuration."""
     try:
         ids = GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:  # the file is optional

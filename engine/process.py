@@ -13,11 +13,12 @@ import socket
 import struct
 import sys
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from engine.config import PackConfig
+from engine.config import BenchConfig, EngineConfig, PackConfig
 from engine.errors import SpecterError
 from engine.phases import PhaseClock
 from engine.protocol import (
@@ -40,7 +41,7 @@ from engine.protocol import (
 )
 
 if TYPE_CHECKING:
-    from engine.core import EngineCore
+    from engine.serial_core import SerialCore
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class Connection:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def serve(connection: Connection, core: "EngineCore") -> None:
+def serve(connection: Connection, core: "SerialCore") -> None:
     """Alternate between the inbox and the step loop until a `Shutdown`."""
     core.send = connection.send
     while True:
@@ -99,8 +100,13 @@ def serve(connection: Connection, core: "EngineCore") -> None:
         core.step()
 
 
-def run(connection: Connection, task: Task, config: PackConfig) -> None:
+CONFIGS: dict[Task, type[EngineConfig]] = {"pack": PackConfig, "bench": BenchConfig}
+"""What tasks are told, where it is more than the engine's settings."""
+
+
+def run(connection: Connection, task: Task, config_json: str) -> None:
     """Do the task; returns when it is done or the server says so."""
+    config = CONFIGS.get(task, EngineConfig).model_validate_json(config_json)
     clock = PhaseClock()
     with clock.phase("imports"):
         # torch and transformers take seconds, which the server process should not pay for importing this module's
@@ -115,10 +121,11 @@ def run(connection: Connection, task: Task, config: PackConfig) -> None:
         case "prepare":
             connection.send(Prepared(str(locate_model(config, connection.send))))
         case "pack":
+            assert isinstance(config, PackConfig)
             connection.send(Prepared(str(pack(config, connection.send))))
         case "plan":
             connection.send(Planned(plan(config, connection.send)))
-        case "serve":
+        case "serve" | "bench":
             with open_engine(config, connection.send, clock) as (core, capabilities):
                 connection.is_serving = True
                 connection.send(Ready(capabilities))
@@ -135,7 +142,8 @@ def quiet_libraries() -> None:
     transformers_logging.set_verbosity_error()
 
 
-def main() -> int:
+def main(run: Callable[[Connection, Task, str], None]) -> int:
+    """Have `run` do the task that the command line says, and tell the server why where it cannot; the exit status."""
     fd, task, config_json = sys.argv[1:]
     # How long OpenMP's threads spin at a barrier before they sleep. Transfer threads and other processes need those
     # cores too: with the default a pass takes ten times as long on a busy machine. Sleeping at once takes 1.6 times as
@@ -149,7 +157,7 @@ def main() -> int:
         connection = Connection(sock)
         threading.Thread(target=connection.read_all, name="reader", daemon=True).start()
         try:
-            run(connection, cast(Task, task), PackConfig.model_validate_json(config_json))
+            run(connection, cast(Task, task), config_json)
         except (BrokenPipeError, ConnectionResetError):
             return 1  # the server is gone, and with it whoever could be told
         except SpecterError as error:
@@ -166,4 +174,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(run))

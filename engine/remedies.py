@@ -38,17 +38,17 @@ def _savings(sizes: ModelSizes, choices: Choices, room_bytes: int) -> list[str]:
     def fits(alternative: Choices) -> bool:
         return sizes.needs(alternative).total + sizes.expert_bytes <= room_bytes
 
-    plain = choices._replace(draft=None, draft_length=0)
+    plain = choices._replace(drafter="none", draft=None, draft_length=0)
     halved = choices._replace(kv_dtype=torch.bfloat16)
     savings = []
     if sizes.has_convertible_kv and choices.kv_dtype.itemsize > halved.kv_dtype.itemsize and fits(halved):
         savings.append("--kv-dtype bfloat16")
     if fits(plain):
-        savings.append("--no-draft")
+        savings.append("--draft none")
     if context := _longest_context(choices, fits):
         savings.append(f"--max-model-len {context}")
     elif not fits(plain) and (context := _longest_context(plain, fits)):
-        savings.append(f"--no-draft --max-model-len {context}")
+        savings.append(f"--draft none --max-model-len {context}")
     return savings
 
 

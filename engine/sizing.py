@@ -1,10 +1,12 @@
 """How many bytes a model takes, from its skeleton and the settings. Pure arithmetic."""
 
+from collections.abc import Callable
 from math import prod
 from typing import NamedTuple
 
 import torch
 
+from engine.config import DrafterName
 from engine.experts.codec import IdentityCodec
 from engine.experts.layout import ExpertLayout, LayerLayout
 from engine.kernels.quantization import QuantizationSpec, stack_bytes
@@ -21,9 +23,22 @@ class Choices(NamedTuple):
     dtype: torch.dtype
     """What is computed in."""
     kv_dtype: torch.dtype
+    drafter: DrafterName
+    """Never "auto"."""
     draft: QuantizationSpec | None
+    """Of the quantized experts, where these draft."""
     draft_length: int
+    """Tokens per cycle at most."""
     prefill_chunk_tokens: int
+
+    def with_finer_draft(self) -> "Choices":
+        """With a quantized draft of 8 bits."""
+        assert self.draft is not None
+        return self._replace(draft=self.draft._replace(weights="qint8"))
+
+    def without_quantized_draft(self) -> "Choices":
+        """Drafting with what takes no memory."""
+        return self._replace(drafter="ngram" if self.draft_length else "none", draft=None)
 
     @property
     def stored_kv_dtype(self) -> torch.dtype | None:
@@ -39,8 +54,8 @@ class Choices(NamedTuple):
 class ModelSizes:
     """One model's sizes on one device."""
 
-    def __init__(self, skeleton: Skeleton, pass_memory: PassMemory, device: torch.device) -> None:
-        """`pass_memory` is that of the longest pass, in the checkpoint's type."""
+    def __init__(self, skeleton: Skeleton, pass_memory: Callable[[int], PassMemory], device: torch.device) -> None:
+        """`pass_memory(num_tokens)` is that of passes of up to so many tokens, in the checkpoint's type."""
         self._skeleton = skeleton
         self._pass_memory = pass_memory
         self._device = device
@@ -110,7 +125,7 @@ class ModelSizes:
         skeleton = self._skeleton
         # Wider types take more. What a model computes in float32 anyway is then counted twice, to be on the safe side.
         widening = max(1, choices.dtype.itemsize // skeleton.dtype.itemsize)
-        activations = widening * self._pass_memory.at(choices.max_model_len)
+        activations = widening * self._pass_memory(choices.max_pass_tokens).at(choices.max_model_len)
         logits = 4 * (choices.draft_length + 1) * skeleton.vocab_size * torch.float32.itemsize
         # A layer's KV buffers exist twice, one after the other, while they grow; converted ones while they are used.
         kv_layer = choices.max_model_len * max(layer.num_elements for layer in skeleton.kv_layers)
