@@ -21,13 +21,18 @@ INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None, engine_command: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code; `engine_command` stands in for the engine process."""
     try:
-        args = parse_args(sys.argv[1:] if argv is None else argv)
+        argv = sys.argv[1:] if argv is None else argv
+        args = parse_args(argv)
         settings = _settings(args)
         match args.command:
             case "plan":
                 return _plan(args, settings, engine_command)
             case "pack" | "demo":
                 return _prepare(args, settings, engine_command)
+            case "bench":
+                from server.bench.command import bench
+
+                return bench(args, settings.engine_config(), argv, engine_command)
         return _serve(settings, engine_command)
     except SpecterError as error:
         print(f"specter: error: {error}", file=sys.stderr)

@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin
 
-from pydantic import ByteSize, TypeAdapter, ValidationError
+from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 
-from engine.config import EngineConfig, PackConfig
+from engine.config import EngineConfig
 from engine.errors import ConfigError
 from server import __version__
+from server.bench.modes import SHARED
+from server.options import BENCH, NONE, PACK, PLAN, Options
 from server.settings import ENV_PREFIX, Settings, did_you_mean
 
 PRECEDENCE = (
@@ -24,7 +26,7 @@ class Command(NamedTuple):
     description: str
     settings: tuple[str, ...]
     """The settings that it takes as flags."""
-    options: tuple[str, ...] = ()
+    options: Options = NONE
     """The flags that it takes besides."""
 
 
@@ -35,13 +37,20 @@ COMMANDS = {
         "Print where everything would go and what that costs, without loading weights. The exit code is 0 where the "
         "model fits and 1 where it does not.",
         tuple(EngineConfig.model_fields),
-        ("--link-bandwidth", "--disk-bandwidth", "--json"),
+        PLAN,
     ),
     "pack": Command(
         "pack a model ahead of its first start, and print where the pack is",
         "Write the packed form of a model, with its draft, unless it is there, and print its directory.",
         ("model", "cache", "draft", "draft_weights", "draft_group_size"),
-        ("--out",),
+        PACK,
+    ),
+    "bench": Command(
+        "measure modes of decoding against each other",
+        "Have several modes of decoding, and another server's, reply to the same prompts in turn with the same memory, "
+        "and print how fast each is, why, and by how much one is faster than another.",
+        tuple(name for name in EngineConfig.model_fields if name not in (*SHARED, "device_memory")),
+        BENCH,
     ),
     "demo": Command(
         "build the demo model and print where it is",
@@ -100,39 +109,13 @@ def _parser() -> Parser:
 
 def _add_command(parser: argparse.ArgumentParser, command: Command) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with settings.")
-    for flag in command.options:
-        parser.add_argument(flag, **_OPTIONS[flag])
+    for flag, keywords in command.options.items():
+        parser.add_argument(flag, **keywords)
     engine_options = parser.add_argument_group("model and engine")
     server_options = parser.add_argument_group("server")
     for name in command.settings:
         group = engine_options if name in EngineConfig.model_fields else server_options
         _add_setting(group, name, Settings.model_fields[name])
-
-
-def _rate(text: str) -> float:
-    try:
-        num_bytes = TypeAdapter(ByteSize).validate_python(text.removesuffix("/s"))
-    except ValidationError:
-        num_bytes = ByteSize(0)
-    if not num_bytes:
-        raise argparse.ArgumentTypeError(f"{text!r} is no bandwidth; write bytes per second such as 25GB or 1.5GiB")
-    return float(num_bytes)
-
-
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "--out": {"type": Path, "metavar": "DIRECTORY", "help": PackConfig.model_fields["out"].description},
-    "--link-bandwidth": {
-        "type": _rate,
-        "metavar": "RATE",
-        "help": "Bytes per second from host memory to the device, such as 25GB; by default as measured here.",
-    },
-    "--disk-bandwidth": {
-        "type": _rate,
-        "metavar": "RATE",
-        "help": "Bytes per second from the disk, such as 1.5GiB; by default as measured here.",
-    },
-    "--json": {"action": "store_true", "help": "Print the plan as JSON, with sizes in bytes and times in seconds."},
-}
 
 
 def _add_setting(group: argparse._ActionsContainer, name: str, field: FieldInfo) -> None:

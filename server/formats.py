@@ -9,6 +9,10 @@ def size(num_bytes: float) -> str:
     return ByteSize(num_bytes).human_readable(decimal=True, separator=" ")
 
 
+def megabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:.0f} MB"
+
+
 def duration(seconds: float) -> str:
     """In the unit that says enough about a long wait, such as "40 s", "3 min" or "1 h 20 min"."""
     if seconds < 60:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.client import EngineClient
 from engine.errors import ContextLengthError, RequestError
-from engine.protocol import Capabilities, Finished, Prefill, SamplingParams, Submit
+from engine.protocol import Capabilities, Finished, Prefill, SamplingParams, Submit, Traced
 from server.admission import Admission, QueueFullError, Ticket
 from server.detokenizer import Detokenizer
 from server.errors import shutting_down
@@ -80,9 +80,13 @@ class Generation:
                             raise shutting_down()
                         finish_reason = event.reason
                         break
+                    if isinstance(event, Traced):
+                        continue
                     self._observer.cycle(event.cycle)
                     if isinstance(event, Prefill):
                         continue
+                    if event.estimates is not None:
+                        self._observer.estimates(event.estimates)
                     text = self._push(event.token_ids)
                     if self._output.stopped:
                         break

@@ -5,7 +5,7 @@ from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
-from engine.protocol import Capabilities, CycleStats, Tier
+from engine.protocol import Capabilities, CycleStats, Estimates, Tier
 
 PREFIX = "specter_"
 TOKEN_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -24,6 +24,7 @@ class Metrics:
         self._model_name = model_name
         self._requests()
         self._speculation()
+        self._governor()
         self._experts()
         self._placement()
 
@@ -66,6 +67,22 @@ class Metrics:
             registry=self.registry,
         )
         self.draft_length = self._gauge("draft_length", "Tokens drafted in the last cycle.")
+
+    def _governor(self) -> None:
+        """What the draft length is decided by; with a fixed length these stay 0."""
+        texts = {
+            "acceptance_rate": ("acceptance_rate", "Probability that a drafted token is accepted."),
+            "draft_seconds": ("draft_seconds_per_token", "Time to draft one token."),
+            "verify_seconds": ("verify_seconds", "Time of the verify pass, without waiting."),
+            "transfer_bytes": ("transfer_bytes", "Bytes that the cycle moves."),
+            "bandwidth": ("link_bandwidth_bytes_per_second", "Bandwidth of the link while it is busy."),
+            "num_tokens": ("cycle_tokens", "Tokens that the cycle yields."),
+            "cycle_seconds": ("cycle_seconds", "Time of the cycle."),
+        }
+        self._estimates = {
+            field: self._gauge(f"governor_{name}", f"{text} Expected of the last cycle.")
+            for field, (name, text) in texts.items()
+        }
 
     def _experts(self) -> None:
         self.hits = self._counter("expert_cache_hits_total", "Experts that were resident.")
@@ -129,6 +146,11 @@ class Metrics:
         self.phases["plan"].inc(stats.plan_seconds)
         self.phases["transfer_wait"].inc(stats.transfer_wait_seconds)
         self.phases["verify"].inc(stats.verify_seconds)
+
+    def estimates(self, estimates: Estimates) -> None:
+        """Show what the length of the last draft was decided by."""
+        for field, gauge in self._estimates.items():
+            gauge.set(getattr(estimates, field))
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(PREFIX + name, text, ("model_name",), registry=self.registry).labels(self._model_name)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from engine.protocol import CycleStats
+from engine.protocol import CycleStats, Estimates
 from server.metrics import Metrics
 
 
@@ -29,6 +29,10 @@ class RequestObserver:
 
     def cycle(self, stats: CycleStats) -> None:
         self._metrics.cycle(stats)
+
+    def estimates(self, estimates: Estimates) -> None:
+        """What the last cycle's draft was decided by."""
+        self._metrics.estimates(estimates)
 
     def tokens(self, num_tokens: int, num_prompt_tokens: int, max_model_len: int) -> None:
         """The engine emitted these tokens, as far as they are part of the output."""
