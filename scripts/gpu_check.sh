@@ -60,13 +60,13 @@ print("Python", sys.version.split()[0], "torch", torch.__version__, "CUDA", torc
 status=0
 run 300 "$python" -m pytest -m gpu || status=1
 
-bench=("$python" -m benchmarks.decode --device cuda --rounds 1 --max-tokens 64)
+bench=("$python" -m server bench --device cuda --link real --modes lru,plain,specter,auto --max-tokens 32)
 if [[ -n $cache ]]; then
-  run 100 "${bench[@]}" demo --cache "$cache" || status=1
+  run 150 "${bench[@]}" demo --quick --cache "$cache" || status=1
 else
   scratch=$(mktemp -d)
   trap 'rm -rf "$scratch"' EXIT
   save_tiny_checkpoint "$scratch/tiny-qwen3-moe"
-  run 100 "${bench[@]}" "$scratch/tiny-qwen3-moe" --cache "$scratch/cache" || status=1
+  run 150 "${bench[@]}" "$scratch/tiny-qwen3-moe" --quick --cache "$scratch/cache" || status=1
 fi
 exit "$status"
