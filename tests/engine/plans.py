@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from engine.config import EngineConfig
+from engine.config import BenchConfig
 from engine.description import ModelDescription, _choices, describe_model
 from engine.model.kv_cache import KvCache
 from engine.planning import Machine, plan_model
@@ -14,6 +14,7 @@ from engine.protocol import MemoryRow, ModelPlan, Tier
 
 MB = 10**6
 GB = 10**9
+DRAFT = {"draft": "quantized", "draft_weights": "qint4", "draft_length": 4, "draft_group_size": 32}
 
 
 def save_config(config: PreTrainedConfig, path: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
@@ -23,8 +24,8 @@ def save_config(config: PreTrainedConfig, path: Path, dtype: torch.dtype = torch
     return path
 
 
-def settings_of(path: Path, **settings: object) -> EngineConfig:
-    return EngineConfig.model_validate({"model": str(path), "draft_group_size": 32, **settings})
+def settings_of(path: Path, **settings: object) -> BenchConfig:
+    return BenchConfig.model_validate({"model": str(path), "prefill_chunk_tokens": 512, **DRAFT, **settings})
 
 
 def describe(path: Path, device: str = "cpu", **settings: object) -> ModelDescription:
@@ -44,7 +45,7 @@ def plan_for(machine: Machine, path: Path, **settings: object) -> ModelPlan:
     return plan_model(config, describe_model(config, path, machine.device), machine)
 
 
-def replan(config: EngineConfig, model: ModelDescription, machine: Machine) -> ModelPlan:
+def replan(config: BenchConfig, model: ModelDescription, machine: Machine) -> ModelPlan:
     """As `describe_model` and `plan_model` do with other settings, on what has been read of the model already."""
     choices = _choices(config, model.hf_config, model.skeleton.dtype, machine.device)
     KvCache(model.hf_config, choices.max_model_len, choices.stored_kv_dtype)
@@ -52,15 +53,12 @@ def replan(config: EngineConfig, model: ModelDescription, machine: Machine) -> M
 
 
 def flags(remedy: str) -> dict[str, Any]:
-    """The settings that a remedy, such as `--no-draft --max-model-len 512`, changes."""
+    """The settings that a remedy, such as `--draft none --max-model-len 512`, changes."""
     changed: dict[str, Any] = {}
     words = remedy.split()
     while words:
         name = words.pop(0).removeprefix("--").replace("-", "_")
-        if name.startswith("no_"):
-            changed[name.removeprefix("no_")] = False
-        else:
-            changed[name] = words.pop(0)
+        changed[name] = words.pop(0)
     return changed
 
 

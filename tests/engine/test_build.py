@@ -18,19 +18,22 @@ from engine.errors import (
     ModelNotFoundError,
     PackError,
     SpecterError,
+    TransferError,
     UnsupportedModelError,
 )
 from engine.packing import is_pack
 from engine.phases import PhaseClock
+from engine.profile import PassTimes
 from engine.protocol import Failed, Finished, Loading, Located, SamplingParams, Submit, Tokens, ToServer
 from tests.engine.harness import ignore_progress
+from tests.engine.plans import DRAFT
 from tests.engine.tiny import mixtral_config, random_prompt, reference_tokens, save_checkpoint
 
 PROMPT = random_prompt(0, 7)
 
 
 def config_of(checkpoint: Path, cache: Path, **settings: object) -> EngineConfig:
-    defaults = {"device": "cpu", "device_memory": "100MB", "draft_group_size": 32}
+    defaults = {"device": "cpu", "device_memory": "100MB", **DRAFT}
     return EngineConfig.model_validate({"model": str(checkpoint), "cache": cache, **defaults, **settings})
 
 
@@ -112,7 +115,8 @@ def test_the_stages_of_the_start_are_timed(mixtral: Path, model_cache: Path) -> 
         pass
     with open_engine(config_of(mixtral, model_cache), ignore_progress, clock) as engine:
         stages = engine.capabilities.startup_seconds
-        assert list(stages) == ["imports", "planning", "packing", "draft", "dense weights", "experts", "bandwidth"]
+        preparing = ["imports", "planning", "packing", "bandwidth", "choosing"]
+        assert list(stages) == [*preparing, "draft", "dense weights", "experts", "warm-up"]
         assert all(seconds >= 0 for seconds in stages.values())
 
 
@@ -152,7 +156,7 @@ def test_more_memory_than_the_experts_need_gives_each_a_slot(mixtral: Path, mode
 
 def test_without_a_draft_its_memory_is_free_for_slots(mixtral: Path, model_cache: Path) -> None:
     device_memory = device_memory_for(mixtral, model_cache, 3)
-    with opened(mixtral, model_cache, device_memory=device_memory, draft=False) as engine:
+    with opened(mixtral, model_cache, device_memory=device_memory, draft="none") as engine:
         assert engine.capabilities.draft_length == 0
         assert engine.capabilities.plan.num_slots > 3
         (forecast,) = engine.capabilities.plan.forecasts
@@ -167,7 +171,7 @@ def test_a_smaller_kv_cache_leaves_room_for_slots_and_serves(mixtral: Path, mode
         assert kv_dtype in row.note
         tokens = reply(engine)
         cache = engine.core._model.new_cache(8)
-        engine.core._model.forward(PROMPT, cache, engine.core._experts)
+        engine.core._model.forward(PROMPT, cache, engine.core._experts.planned)
         assert cache.num_bytes * 256 == row.num_bytes * len(PROMPT)
     # Rounded keys and values may in time lead to other tokens, but not at once.
     assert tokens[:3] == reference_tokens(mixtral, PROMPT, 12, ignore_eos=True)[:3]
@@ -235,13 +239,31 @@ def test_a_failure_while_experts_are_loaded_leaves_nothing(mixtral: Path, model_
     assert threading.active_count() == threads
 
 
-def test_a_damaged_expert_fails_its_request_by_name_and_is_never_served(own_mixtral: Path, cache: Path) -> None:
+def damage_all_experts(own_mixtral: Path, cache: Path) -> None:
     with opened(own_mixtral, cache):
         (records,) = cache.rglob("experts.bin")
     content = bytearray(records.read_bytes())
     for place in range(100, len(content), 4096):
         content[place] ^= 1
     records.write_bytes(content)
+
+
+def test_damaged_experts_end_the_start(own_mixtral: Path, cache: Path) -> None:
+    damage_all_experts(own_mixtral, cache)
+    with (
+        pytest.raises(TransferError, match=r"experts\.bin is damaged at .*delete its directory"),
+        opened(own_mixtral, cache),
+    ):
+        pass
+    assert not transfer_threads()
+
+
+def test_a_damaged_expert_fails_its_request_by_name_and_is_never_served(
+    own_mixtral: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damage_all_experts(own_mixtral, cache)
+    # Of the damage, the first passes need not have seen anything.
+    monkeypatch.setattr("engine.build.measure_passes", lambda *arguments: PassTimes((1e-3, 1e-3), (1, 2), 1e-3))
     with opened(own_mixtral, cache) as engine:
         failure = messages(engine)[-1]
         assert isinstance(failure, Failed)

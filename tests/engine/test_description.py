@@ -66,7 +66,7 @@ def test_a_pack_knows_the_type_that_its_configuration_does_not_name(tmp_path: Pa
     config = json.loads((checkpoint / "config.json").read_text())
     del config["dtype"]
     (checkpoint / "config.json").write_text(json.dumps(config))
-    pack = load(checkpoint, tmp_path / "cache", draft=False)[0].pack
+    pack = load(checkpoint, tmp_path / "cache", draft="none")[0].pack
     assert describe(checkpoint).skeleton.dtype is describe(pack.directory).skeleton.dtype is torch.bfloat16
 
 
@@ -85,7 +85,7 @@ def test_a_draft_is_as_set(model: Path) -> None:
     assert describe(model, draft_weights="qint8").choices.draft == QuantizationSpec("qint8", 32)
 
 
-@pytest.mark.parametrize("settings", [{"draft": False}, {"draft_length": 0}])
+@pytest.mark.parametrize("settings", [{"draft": "none"}, {"draft_length": 0}])
 def test_drafting_no_tokens_needs_no_draft(model: Path, settings: dict[str, Any]) -> None:
     choices = describe(model, **settings).choices
     assert choices.draft is None
@@ -96,7 +96,7 @@ def test_a_group_size_that_does_not_fit_is_refused_with_one_that_does(model: Pat
     message = refused(ConfigError, model, draft_group_size=48)
     assert "draft_group_size 48 does not divide" in message
     assert "such as 64" in message
-    assert describe(model, draft_group_size=48, draft=False).choices.draft is None
+    assert describe(model, draft_group_size=48, draft="none").choices.draft is None
     assert describe(model, draft_group_size=48, draft_weights="qint8").choices.draft is not None
 
 

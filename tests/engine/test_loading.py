@@ -90,7 +90,7 @@ def test_every_matrix_of_the_draft_is_quantized(
     assert loaded.draft.num_bytes > 0
 
 
-@pytest.mark.parametrize("settings", [{"draft": False}, {"draft_length": 0}])
+@pytest.mark.parametrize("settings", [{"draft": "none"}, {"draft_length": 0}])
 def test_without_a_draft_nothing_is_quantized(settings: dict[str, object], own_mixtral: Path, cache: Path) -> None:
     loaded, _ = load(own_mixtral, cache, **settings)
     assert loaded.draft is None

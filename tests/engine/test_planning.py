@@ -6,14 +6,15 @@ from typing import Any
 import pytest
 import torch
 
+from engine.description import describe_model
 from engine.device import CpuDevice
 from engine.errors import ConfigError, InsufficientMemoryError
 from engine.experts.store import NUM_TRANSFERS
 from engine.memory import DEVICE_MARGIN, HOST_MARGIN
-from engine.planning import Machine, require_fit
+from engine.planning import Alternative, Machine, alternatives, choose, require_fit
 from engine.protocol import ModelPlan
 from tests.engine.families import FAMILIES
-from tests.engine.plans import GB, MB, cpu, cuda, describe, flags, plan_for, rows_of, save_config
+from tests.engine.plans import GB, MB, cpu, cuda, describe, flags, plan_for, rows_of, save_config, settings_of
 from tests.engine.tiny import mixtral_config
 
 NUM_EXPERTS = 18
@@ -62,6 +63,7 @@ def test_rows_say_what_lies_where(model: Path) -> None:
     assert disk["packed model"].note == "15 of 18 experts are read from here"
     assert plan.tier_bytes("device") == needs.total + plan.num_slots * plan.expert_bytes
     assert plan.max_model_len == 256
+    assert plan.cold_token_bytes == 3 * 2 * plan.expert_bytes  # layers, experts per token
     assert plan.kv_bytes_per_token == 3 * 2 * 2 * 16 * 2  # layers, key and value, heads, size, bfloat16
 
 
@@ -304,7 +306,7 @@ def test_the_draft_is_said(model: Path) -> None:
     assert plan_for(cuda(GB, GB), model).decisions[-1] == (
         f"{drafting}; no fast kernel here, so weights are dequantized on each use."
     )
-    for settings in ({"draft": False}, {"draft_length": 0}):
+    for settings in ({"draft": "none"}, {"draft_length": 0}):
         assert plan_for(cpu(GB), model, **settings).decisions[-1] == "No draft: every token is decoded by itself."
 
 
@@ -322,6 +324,112 @@ def test_the_quantized_share_is_of_all_parameters(tmp_path: Path, name: str) -> 
     assert described.sizes.quantized_share() == pytest.approx(sum(matrices) / total)
 
 
+# Prefill steps.
+
+
+def test_where_the_usual_steps_do_not_fit_automatic_ones_are_shorter(model: Path) -> None:
+    least = least_bytes(model, cuda(GB, GB))
+    assert not plan_for(cuda(GB, GB), model, device_memory=least - 1).fits
+    ((plan, choices),) = found_for(cuda(GB, GB), model, device_memory=least - 1, prefill_chunk_tokens="auto")
+    assert plan.fits
+    assert choices.prefill_chunk_tokens < 512
+    assert decision(plan, "Prompts") == f"Prompts are computed in steps of up to {choices.prefill_chunk_tokens} tokens."
+
+
+def test_steps_are_as_set(model: Path) -> None:
+    ((plan, choices),) = found_for(cuda(GB, GB), model, prefill_chunk_tokens=100)
+    assert choices.prefill_chunk_tokens == 100
+    assert not any(sentence.startswith("Prompts") for sentence in plan.decisions)
+
+
+# Drafters.
+
+
+def found_for(machine: Machine, path: Path, **settings: object) -> list[Alternative]:
+    config = settings_of(path, **settings)
+    return alternatives(config, describe_model(config, path, machine.device), machine)
+
+
+@pytest.mark.parametrize("drafter", ["quantized", "ngram", "none"])
+def test_a_drafter_that_is_set_is_the_only_way(model: Path, drafter: str) -> None:
+    ((plan, choices),) = found_for(cpu(GB), model, draft=drafter)
+    assert plan.drafter == choices.drafter == drafter
+    assert (choices.draft is not None) == (drafter == "quantized")
+
+
+def test_an_automatic_drafter_is_one_of_two_that_share_one_budget(model: Path) -> None:
+    budget = least_bytes(model, cuda(GB, GB))
+    quantized, ngram = found_for(cuda(GB, GB), model, draft="auto", device_memory=budget)
+    assert (quantized.plan.drafter, ngram.plan.drafter) == ("quantized", "ngram")
+    assert quantized.plan.budget_bytes == ngram.plan.budget_bytes
+    assert quantized.plan.num_slots == 1
+    assert ngram.plan.num_slots > 1
+    assert "draft experts" not in {part for part, row in rows_of(ngram.plan, "device").items() if row.num_bytes}
+
+
+def test_automatic_weights_add_a_finer_draft_to_the_ways(model: Path) -> None:
+    found = found_for(cuda(GB, GB), model, draft="auto", draft_weights="auto")
+    assert [str(choices.draft) for _, choices in found] == ["qint4-g32", "qint8", "None"]
+
+
+def test_without_tokens_to_draft_there_is_nothing_to_choose(model: Path) -> None:
+    ((plan, choices),) = found_for(cpu(GB), model, draft="auto", draft_length=0)
+    assert (plan.drafter, choices.draft_length) == ("none", 0)
+
+
+def test_where_a_quantized_draft_does_not_fit_an_automatic_one_does_without(model: Path) -> None:
+    least = least_bytes(model, cuda(GB, GB))
+    (only,) = found_for(cuda(GB, GB), model, draft="auto", device_memory=least - 1)
+    assert only.plan.fits
+    assert only.plan.drafter == "ngram"
+    assert not plan_for(cuda(GB, GB), model, draft="quantized", device_memory=least - 1).fits
+    (refused,) = found_for(cuda(GB, GB), model, draft="auto", device_memory=1000)
+    assert not refused.plan.fits
+
+
+@pytest.mark.parametrize("best", ["quantized", "ngram"])
+def test_the_drafter_that_is_predicted_to_be_fastest_is_chosen_and_the_reason_said(model: Path, best: str) -> None:
+    found = found_for(cuda(GB, GB), model, draft="auto")
+    plan, choices = choose(found, lambda alternative: 0.02 if alternative.plan.drafter == best else 0.05)
+    assert plan.drafter == choices.drafter == best
+    said = plan.decisions[-1]
+    assert said.startswith("Predicted per output token: ")
+    assert "20 ms" in said
+    assert "50 ms" in said
+
+
+def test_without_a_prediction_the_one_that_moves_less_is_chosen(model: Path) -> None:
+    # Where everything is resident neither moves anything, and n-grams take less memory.
+    assert choose(found_for(cuda(GB, GB), model, draft="auto")).plan.drafter == "ngram"
+    for budget in (least_bytes(model, cuda(GB, GB)) + slots * 200_000 for slots in range(4)):
+        found = found_for(cuda(GB, GB), model, draft="auto", device_memory=budget)
+        moved = [plan.forecasts[0].host_bytes_per_token + plan.forecasts[0].disk_bytes_per_token for plan, _ in found]
+        chosen = choose(found).plan.forecasts[0]
+        assert chosen.host_bytes_per_token + chosen.disk_bytes_per_token == min(moved)
+
+
+def test_one_way_needs_no_prediction(model: Path) -> None:
+    found = found_for(cpu(GB), model, draft="quantized")
+
+    def predict(alternative: Alternative) -> float:
+        raise AssertionError("there is nothing to choose")
+
+    assert choose(found, predict) == found[0]
+
+
+def test_slots_can_be_limited(model: Path) -> None:
+    assert plan_for(cpu(GB), model).num_slots == NUM_EXPERTS
+    assert plan_for(cpu(GB), model, max_slots=3).num_slots == 3
+    assert plan_for(cpu(GB), model, max_slots=1000).num_slots == NUM_EXPERTS
+
+
+def test_the_ngram_drafter_is_said(model: Path) -> None:
+    assert plan_for(cpu(GB), model, draft="ngram").decisions[-1] == (
+        "Drafting 4 tokens per cycle from what followed the last ones before."
+    )
+    assert "Drafting up to 16 tokens per cycle" in plan_for(cpu(GB), model, draft_length="auto").decisions[-1]
+
+
 # Forecasts.
 
 
@@ -332,7 +440,7 @@ def test_with_a_draft_and_without_its_memory_goes_to_slots(model: Path) -> None:
     expert_bytes = plan_for(machine, model, device_memory=budget).expert_bytes
     assert (drafted.draft_length, plain.draft_length) == (3, 0)
     assert drafted.num_slots == 1
-    undrafted = plan_for(machine, model, device_memory=budget, draft=False)
+    undrafted = plan_for(machine, model, device_memory=budget, draft="none")
     assert plain.num_slots == undrafted.num_slots > 1
     assert undrafted.forecasts == [plain]
     # Two experts in each of three layers, but for those that are resident; all from host memory.

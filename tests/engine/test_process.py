@@ -11,9 +11,9 @@ import pytest
 from pydantic import ByteSize
 
 from engine.client import EngineClient
-from engine.config import EngineConfig
+from engine.config import BenchConfig, EngineConfig
 from engine.errors import ContextLengthError, EngineDiedError, InsufficientMemoryError, RequestError
-from engine.protocol import Finished, Loading, SamplingParams, Submit, Tokens
+from engine.protocol import Finished, Loading, SamplingParams, Submit, Tokens, Traced
 from tests.engine.harness import ignore_progress
 from tests.engine.tiny import random_prompt, reference_tokens
 
@@ -23,7 +23,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @pytest.fixture
 def config(mixtral: Path, model_cache: Path) -> EngineConfig:
-    return EngineConfig(model=str(mixtral), cache=model_cache, device="cpu", draft_group_size=32)
+    return EngineConfig(model=str(mixtral), cache=model_cache, device="cpu", draft="quantized", draft_group_size=32)
 
 
 @asynccontextmanager
@@ -135,5 +135,47 @@ def test_a_server_that_leaves_during_start_up_ends_the_engine(config: EngineConf
             await waiting
         with pytest.raises(ProcessLookupError):
             os.kill(client.pid, 0)
+
+    asyncio.run(main())
+
+
+def test_the_task_bench_takes_what_only_a_comparison_needs(config: EngineConfig, mixtral: Path) -> None:
+    settings = {"draft": "ngram", "max_slots": 5, "prefetch": False, "link_bandwidth": 10**9, "trace": True}
+    bench = BenchConfig.model_validate(config.model_dump() | settings)
+    prompt = random_prompt(0, 7)
+
+    async def main() -> None:
+        client = await EngineClient.start(bench, "bench")
+        try:
+            assert await client.wait_located(ignore_progress) == str(mixtral)
+            capabilities = await client.wait_ready(ignore_progress)
+            assert (capabilities.drafter, capabilities.plan.num_slots) == ("ngram", 5)
+            assert all(rate <= 10**9 for rate in capabilities.plan.bandwidths.values())
+            async with aclosing(client.generate(Submit("a", prompt, 12, GREEDY, ignore_eos=True))) as events:
+                got = [event async for event in events]
+        finally:
+            await client.close(GRACE_SECONDS)
+        assert got[-1] == Finished("a", "length")
+        assert isinstance(got[-2], Traced)
+        assert {event.track for event in got[-2].events} >= {"cycle", "phase", "layer", "transfer"}
+        tokens = [event for event in got if isinstance(event, Tokens)]
+        assert [token for event in tokens for token in event.token_ids] == reference_tokens(
+            mixtral, prompt, 12, ignore_eos=True
+        )
+        assert sum(event.cycle.prefetch_bytes for event in tokens) == 0
+
+    asyncio.run(main())
+
+
+def test_a_task_is_not_told_what_it_does_not_take(config: EngineConfig) -> None:
+    bench = BenchConfig.model_validate(config.model_dump() | {"max_slots": 5})
+
+    async def main() -> None:
+        client = await EngineClient.start(bench, "serve")
+        try:
+            with pytest.raises(EngineDiedError):
+                await client.wait_ready(ignore_progress)
+        finally:
+            await client.close(GRACE_SECONDS)
 
     asyncio.run(main())

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from engine.config import EngineConfig
+from engine.config import BenchConfig, DrafterName
 from engine.description import ModelDescription, describe_model
 from engine.experts.store import NUM_TRANSFERS
 from engine.planning import Machine
@@ -38,8 +38,8 @@ class Published(NamedTuple):
     gpu_slots: int
     """Of 24 GB, at 4096 tokens."""
     cpu_slots: int
-    draft: bool = True
-    """Whether 24 GB have room for one."""
+    draft: DrafterName = "quantized"
+    """"none" where 24 GB have no room for one."""
 
 
 QINT4 = 4 + 2 * 16 / 64
@@ -53,7 +53,7 @@ MODELS = [
         quantized_bits=QINT4,
         gpu_slots=57,
         cpu_slots=44,
-        draft=False,
+        draft="none",
     ),
     Published(
         "Qwen3-30B-A3B",
@@ -74,7 +74,7 @@ MODELS = [
         quantized_bits=QINT4,
         gpu_slots=128,
         cpu_slots=101,
-        draft=False,
+        draft="none",
     ),
     Published(
         "DeepSeek-V2-Lite",
@@ -105,11 +105,18 @@ def machine_of(name: str) -> Machine:
     return CPU if name == "a CPU" else Machine.with_absent_cuda()
 
 
-def config_of(published: Published, machine: str, **settings: object) -> EngineConfig:
+def config_of(published: Published, machine: str, **settings: object) -> BenchConfig:
     """24 GB for the device; 64 GB for the host, where that is another memory."""
     memory = {"device_memory": "24GB", "host_memory": "auto" if machine == "a CPU" else "64GB"}
-    chosen = {"model": published.name, "max_model_len": MAX_MODEL_LEN, "draft": published.draft, **memory}
-    return EngineConfig.model_validate(chosen | settings)
+    chosen = {
+        "model": published.name,
+        "max_model_len": MAX_MODEL_LEN,
+        "draft": published.draft,
+        "draft_length": 4,
+        "prefill_chunk_tokens": 512,
+        **memory,
+    }
+    return BenchConfig.model_validate(chosen | settings)
 
 
 @cache
@@ -177,7 +184,7 @@ def test_sizes_are_those_worked_out_by_hand(published: Published, machine: str) 
         for shape in layer.matrix_shapes.values()
     )
     draft_bytes = rows_of(planned, "device")["draft experts"].num_bytes
-    assert draft_bytes == (round(quantized * published.quantized_bits / 8) if published.draft else 0)
+    assert draft_bytes == (round(quantized * published.quantized_bits / 8) if published.draft == "quantized" else 0)
     # What is packed besides the experts: dense weights, mostly in bfloat16, and the draft.
     assert experts - draft_bytes == pytest.approx(2 * model.skeleton.num_dense_parameters, rel=0.01)
 
@@ -207,12 +214,12 @@ def test_all_tokens_are_kept_but_those_that_left_a_window() -> None:
 @pytest.mark.parametrize("name", ["Mixtral-8x7B", "Phi-3.5-MoE"])
 def test_a_draft_that_does_not_fit_can_be_left_out(name: str) -> None:
     (published,) = (published for published in MODELS if published.name == name)
-    refused = plan(published, "a GPU that is not here", draft=True)
+    refused = plan(published, "a GPU that is not here", draft="quantized")
     assert refused.shortages.keys() == {"device"}
     assert refused.tier_bytes("device") - refused.shortages["device"] == 24 * GB
     larger, plain = refused.remedies
     assert larger == f"--device-memory {-(-refused.tier_bytes('device') // MB)}MB"
-    assert plain == "--no-draft"
+    assert plain == "--draft none"
 
 
 @on_each_machine

@@ -59,7 +59,8 @@ def situations(draw: st.DrawFn, largest_bytes: int) -> Situation:
         "device_memory": draw(sizes if machine.is_absent else st.none() | st.just("auto") | sizes),
         "host_memory": draw(st.just("auto") | sizes),
         "max_model_len": draw(st.sampled_from([1, 511, 512, 700, 1024, 2000, MAX_TOKENS])),
-        "draft": draw(st.booleans()),
+        "draft": draw(st.sampled_from(["auto", "quantized", "ngram", "none"])),
+        "draft_length": draw(st.sampled_from(["auto", 0, 4])),
         "draft_weights": draw(st.sampled_from(["qint4", "qint8"])),
         "dtype": draw(st.sampled_from(["auto", "float32"])),
         "kv_dtype": draw(st.sampled_from(["auto", "bfloat16"])) if name == "mixtral" else "auto",
@@ -105,8 +106,8 @@ def test_where_there_is_no_remedy_no_setting_helps(situation: Situation) -> None
 def changes(situation: Situation) -> Iterator[dict[str, Any]]:
     """What could be set otherwise: memory, and one of the things that take it, or two."""
     contexts = range(CONTEXT_STEP_TOKENS, situation.chosen["max_model_len"] + 1, CONTEXT_STEP_TOKENS)
-    smaller: list[dict[str, Any]] = [{}, {"draft": False}, {"kv_dtype": "bfloat16"}]
-    smaller += [{"max_model_len": context, **draft} for context in contexts for draft in ({}, {"draft": False})]
+    smaller: list[dict[str, Any]] = [{}, {"draft": "none"}, {"kv_dtype": "bfloat16"}]
+    smaller += [{"max_model_len": context, **draft} for context in contexts for draft in ({}, {"draft": "none"})]
     memory: list[dict[str, Any]] = [{}, {"host_memory": 0}, {"host_memory": "auto"}]
     memory += [{"device_memory": situation.machine.free_device_bytes, **host} for host in memory]
     for change in smaller:
@@ -129,14 +130,18 @@ def needs(name: str, device: str = "cpu", **chosen: Any) -> int:
 
 def test_what_takes_memory_is_named() -> None:
     """Each budget has room for the model with one thing less."""
-    whole, converted, undrafted = needs("mixtral"), needs("mixtral", kv_dtype="bfloat16"), needs("mixtral", draft=False)
+    whole, converted, undrafted = (
+        needs("mixtral"),
+        needs("mixtral", kv_dtype="bfloat16"),
+        needs("mixtral", draft="none"),
+    )
     assert undrafted < converted < whole
     larger = f"--device-memory {-(-whole // MB)}MB"
     found = remedies("mixtral", cpu(GB), device_memory=whole - 1)
-    assert found[:3] == [larger, "--kv-dtype bfloat16", "--no-draft"]
+    assert found[:3] == [larger, "--kv-dtype bfloat16", "--draft none"]
     assert found[3].startswith("--max-model-len ")
     assert len(found) == 4
-    assert remedies("mixtral", cpu(GB), device_memory=converted - 1)[:2] == [larger, "--no-draft"]
+    assert remedies("mixtral", cpu(GB), device_memory=converted - 1)[:2] == [larger, "--draft none"]
     assert remedies("mixtral", cpu(GB), device_memory=undrafted - 1)[1].startswith("--max-model-len ")
 
 
@@ -147,11 +152,11 @@ def test_the_context_that_is_advised_is_the_longest_in_whole_steps() -> None:
 
 
 def test_where_one_thing_does_not_help_two_are_advised() -> None:
-    budget = needs("mixtral", draft=False, max_model_len=2 * CONTEXT_STEP_TOKENS)
+    budget = needs("mixtral", draft="none", max_model_len=2 * CONTEXT_STEP_TOKENS)
     assert budget < needs("mixtral", max_model_len=CONTEXT_STEP_TOKENS)
     larger = f"--device-memory {-(-needs('mixtral') // MB)}MB"
-    assert remedies("mixtral", cpu(GB), device_memory=budget) == [larger, "--no-draft --max-model-len 1024"]
-    assert remedies("mixtral", cpu(budget), device_memory=budget) == ["--no-draft --max-model-len 1024"]
+    assert remedies("mixtral", cpu(GB), device_memory=budget) == [larger, "--draft none --max-model-len 1024"]
+    assert remedies("mixtral", cpu(budget), device_memory=budget) == ["--draft none --max-model-len 1024"]
 
 
 def test_a_window_is_not_to_be_converted() -> None:
@@ -177,11 +182,9 @@ def test_a_budget_that_is_no_use_is_changed_besides() -> None:
     for budget in (0, "1GB"):
         found = remedies("mixtral", cuda(whole - 1, GB), device_memory=budget)
         megabytes = (whole - 1) // MB
-        assert [remedy.rpartition(" ")[0] for remedy in found] == [
-            f"--device-memory {megabytes}MB",
-            f"--device-memory {megabytes}MB --max-model-len",
-        ]
-        assert found[0].endswith(" --no-draft")
+        assert found[0] == f"--device-memory {megabytes}MB --draft none"
+        assert found[1].startswith(f"--device-memory {megabytes}MB --max-model-len ")
+        assert len(found) == 2
 
 
 def test_a_device_that_is_not_here_can_have_any_size() -> None:
@@ -195,7 +198,9 @@ def test_on_a_cpu_both_tiers_share_what_there_is() -> None:
     free = needs("mixtral") + 2 * MB
     assert remedies("mixtral", cpu(free), device_memory=free - 2 * MB, host_memory="3MB") == ["--host-memory 2MB"]
     found = remedies("mixtral", cpu(free), device_memory="1GB", host_memory="3MB")
-    assert f"--device-memory {free // MB - 2}MB --no-draft" in found
+    expert_bytes = plan("mixtral", cpu(free), {}).expert_bytes
+    beside = free - 3 * MB // expert_bytes * expert_bytes
+    assert f"--device-memory {beside // MB}MB --draft none" in found
 
 
 def test_where_two_tiers_are_short_both_are_helped() -> None:

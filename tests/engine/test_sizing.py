@@ -56,7 +56,7 @@ def needs_of(model: ModelDescription) -> dict[str, int]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 def test_dense_weights_and_conversion_buffers(checkpoint: Checkpoint, dtype: torch.dtype) -> None:
-    loaded = checkpoint.load(dtype=dtype_name(dtype), draft=False)
+    loaded = checkpoint.load(dtype=dtype_name(dtype), draft="none")
     model = loaded.description
     assert model.skeleton.dtype is checkpoint.dtype
     assert needs_of(model)["dense"] == loaded.model.num_bytes
@@ -95,7 +95,7 @@ def test_tied_weights_count_once(tmp_path: Path) -> None:
     for is_tied in (False, True):
         config = mixtral_config(is_tied=is_tied)
         path = save_checkpoint(config, tmp_path / f"tied-{is_tied}", dtype=torch.bfloat16)
-        loaded = load(path, tmp_path / "cache", draft=False)[0]
+        loaded = load(path, tmp_path / "cache", draft="none")[0]
         sizes[is_tied] = needs_of(loaded.description)["dense"]
         assert sizes[is_tied] == loaded.model.num_bytes
     assert sizes[False] - sizes[True] == config.vocab_size * config.hidden_size * 4

@@ -13,12 +13,17 @@ import torch
 from engine.device import Event
 from engine.experts.cache import ExpertCache
 from engine.experts.layout import ExpertId, ExpertLayout, LayerLayout
-from engine.experts.policy import PerLayerLru
+from engine.experts.policy import ExpertIndex, PerLayerLru
+from engine.experts.schedule import TransferSchedule
 from engine.experts.store import ExpertStore, HostStore
 from engine.experts.transfer import ExpertTransfers
 from engine.model.dispatch import ExpertsModule
 from engine.phases import PhaseClock
-from engine.speculative.draft import Drafter, QuantizedExperts
+from engine.sampling import Choice
+from engine.speculative.draft import QuantizedDrafter
+from engine.speculative.governor import FixedLength
+from engine.speculative.quantized import QuantizedExperts
+from engine.trace import NO_TRACE
 from tests.engine.harness import load, running_core
 from tests.engine.stepped_device import SteppedDevice, SteppedEvent
 from tests.engine.tiny import random_prompt, reference_tokens
@@ -35,11 +40,14 @@ class Bench:
     def __init__(self, num_slots: int) -> None:
         self.device = SteppedDevice()
         records = self.device.empty_host_bytes(LAYOUT.num_experts, LAYOUT.expert_bytes)
-        for index, record in enumerate(records):
-            record.fill_(index)
+        for number, record in enumerate(records):
+            record.fill_(number)
         slab = self.device.empty_bytes(num_slots, LAYOUT.expert_bytes)
-        cache = ExpertCache(slab, PerLayerLru(num_slots, NUM_LAYERS))
-        self.transfers = ExpertTransfers(cache, HostStore(self.device, list(LAYOUT.experts()), records), self.device)
+        index = ExpertIndex([NUM_EXPERTS] * NUM_LAYERS)
+        policy = PerLayerLru(index, num_slots)
+        schedule = TransferSchedule(ExpertCache(slab, index), policy, index, lambda expert: LAYOUT.expert_bytes)
+        store = HostStore(self.device, list(LAYOUT.experts()), records)
+        self.transfers = ExpertTransfers(schedule, store, self.device)
 
     def enqueue_all(self) -> int:
         """Enqueue transfers while there are slots for them; how many."""
@@ -54,7 +62,7 @@ class Bench:
         def compute(expert: int, record: torch.Tensor) -> None:
             assert record.unique().tolist() == [LAYOUT.record_index(ExpertId(layer, expert))]
 
-        self.transfers.visit(layer, experts, compute)
+        self.transfers.visit(layer, {expert: [0] for expert in experts}, 1, compute)
 
 
 def test_compute_waits_for_its_own_experts_and_not_for_those_of_later_layers() -> None:
@@ -108,9 +116,12 @@ class ForgetfulStore:
         self.store = store
         self.device = device
 
-    def fetch(self, expert: ExpertId, destination: torch.Tensor) -> Event:
+    def is_divisible(self, expert: ExpertId) -> bool:
+        return self.store.is_divisible(expert)
+
+    def fetch(self, expert: ExpertId, destination: torch.Tensor, offset: int = 0) -> Event:
         self.device.copies.clear()
-        return self.store.fetch(expert, destination)
+        return self.store.fetch(expert, destination, offset)
 
     def close(self) -> None:
         self.store.close()
@@ -187,11 +198,14 @@ class WatchedExperts(QuantizedExperts):
 class Plans:
     """Takes the place of the transfers, of which a draft uses no more."""
 
+    moved_bytes = 0
+
     def __init__(self) -> None:
         self.plans: list[set[ExpertId]] = []
 
-    def plan(self, predicted: Sequence[ExpertId]) -> None:
+    def plan(self, predicted: Sequence[ExpertId]) -> int:
         self.plans.append(set(predicted))
+        return 0
 
 
 def test_routes_travel_while_a_token_is_chosen_and_are_planned_once_they_have_arrived(
@@ -205,13 +219,13 @@ def test_routes_travel_while_a_token_is_chosen_and_are_planned_once_they_have_ar
     experts.routed = set()
     routed_before: list[set[ExpertId]] = []
 
-    def choose(logits: torch.Tensor) -> tuple[int, torch.Tensor]:
+    def choose(logits: torch.Tensor) -> Choice:
         assert len(device.computes) == 1, "the routes are under way, and nobody has waited for them"
         routed_before.append(set(experts.routed))
-        return int(logits.argmax()), logits
+        return Choice(int(logits.argmax()), logits, 1.0)
 
-    drafter = Drafter(loaded.model, experts, cast(ExpertTransfers, transfers), clock)
-    draft = drafter.propose(5, 3, choose, loaded.model.new_cache(100))
+    drafter = QuantizedDrafter(loaded.model, experts, cast(ExpertTransfers, transfers), clock, NO_TRACE)
+    draft = drafter.propose([5], 3, choose, loaded.model.new_cache(100), FixedLength(8))
     assert len(draft.token_ids) == 3
     assert transfers.plans == [*routed_before, experts.routed]
     assert device.waits == ["draft"] * 4

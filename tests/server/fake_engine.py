@@ -13,14 +13,17 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from engine.config import DrafterName
 from engine.protocol import (
     HEADER,
     Abort,
     Capabilities,
     CycleStats,
+    Estimates,
     Failed,
     Finished,
     FinishReason,
@@ -40,6 +43,8 @@ from engine.protocol import (
     Submit,
     ToEngine,
     Tokens,
+    Traced,
+    TraceEvent,
     decode_to_engine,
     encode,
 )
@@ -70,12 +75,16 @@ CYCLE = CycleStats(
     transfer_seconds=0.001,
 )
 
+ESTIMATES = Estimates(0.8, 0.001, 0.002, 4000.0, 4e6, 2.5, 0.003)
+
 
 def answer(submit: Submit, token_ids: list[int], reason: FinishReason) -> Iterator[Message]:
     num_prompt_tokens = len(submit.prompt_token_ids)
     yield Prefill(submit.request_id, num_prompt_tokens, num_prompt_tokens)
     for start in range(0, len(token_ids), TOKENS_PER_CYCLE):
-        yield Tokens(submit.request_id, token_ids[start : start + TOKENS_PER_CYCLE], CYCLE)
+        # Not every cycle decides the length of a draft.
+        estimates = None if start else ESTIMATES
+        yield Tokens(submit.request_id, token_ids[start : start + TOKENS_PER_CYCLE], CYCLE, estimates)
     yield Finished(submit.request_id, reason)
 
 
@@ -108,6 +117,28 @@ def silent(submit: Submit) -> Iterator[Message]:
         yield Loading("ignored by a server that is ready", 0, 0)
 
 
+def bench(submit: Submit, config: dict[str, Any]) -> Iterator[Message]:
+    """As an engine with this `BenchConfig` would: the same tokens for the same prompt, in cycles where it drafts."""
+    num_prompt_tokens = len(submit.prompt_token_ids)
+    token_ids = [(num_prompt_tokens + 7 * i) % NUM_BYTES for i in range(submit.max_tokens)]
+    cycle = CYCLE
+    if not drafts(config):
+        cycle = msgspec.structs.replace(CYCLE, num_draft_tokens=0, num_accepted_tokens=0)
+    size = TOKENS_PER_CYCLE if drafts(config) else 1
+    prefill = CycleStats(verify_seconds=0.001, prefetch_bytes=16000, transfer_seconds=0.001)
+    yield Prefill(submit.request_id, num_prompt_tokens, num_prompt_tokens, prefill)
+    yield Tokens(submit.request_id, token_ids[:1], CycleStats())
+    for start in range(1, len(token_ids), size):
+        yield Tokens(submit.request_id, token_ids[start : start + size], cycle)
+    if config["trace"]:
+        yield Traced(submit.request_id, [TraceEvent("verify", "phase", 5.0, 0.002, {"num_tokens": 4})])
+    yield Finished(submit.request_id, "length")
+
+
+def drafts(config: dict[str, Any]) -> bool:
+    return bool(config["draft"] != "none")
+
+
 SCRIPTS: dict[int | None, Callable[[Submit], Iterator[Message]]] = {
     ECHO: echo,
     ENDLESS: endless,
@@ -119,9 +150,13 @@ SCRIPTS: dict[int | None, Callable[[Submit], Iterator[Message]]] = {
 
 
 class FakeEngine:
-    def __init__(self, sock: socket.socket, log: Path | None) -> None:
+    def __init__(
+        self, sock: socket.socket, log: Path | None, script: Callable[[Submit], Iterator[Message]] | None = None
+    ) -> None:
+        """`script` answers every request; without it, its seed says which one does."""
         self.sock = sock
         self.log = log
+        self.script = script
         self.running: dict[str, Iterator[Message]] = {}
         self.shutting_down = False
 
@@ -155,7 +190,8 @@ class FakeEngine:
     def handle(self, message: ToEngine) -> None:
         match message:
             case Submit():
-                self.running[message.request_id] = SCRIPTS[message.sampling.seed](message)
+                script = self.script or SCRIPTS[message.sampling.seed]
+                self.running[message.request_id] = script(message)
             case Abort():
                 if self.running.pop(message.request_id, None):
                     self.send(Finished(message.request_id, "abort"))
@@ -178,6 +214,7 @@ class FakeEngine:
 def model_plan(shortage_bytes: int = 0) -> ModelPlan:
     return ModelPlan(
         model="demo",
+        drafter="quantized",
         device="CPU (2 threads)",
         memory=[
             MemoryRow("dense weights", "device", 1_000_000),
@@ -187,9 +224,10 @@ def model_plan(shortage_bytes: int = 0) -> ModelPlan:
         ],
         budget_bytes={"device": 2_000_000, "host": 7_000},
         shortages={"device": shortage_bytes} if shortage_bytes else {},
-        remedies=["--device-memory 3GB", "--no-draft"] if shortage_bytes else [],
+        remedies=["--device-memory 3GB", "--draft none"] if shortage_bytes else [],
         num_experts=16,
         expert_bytes=1000,
+        cold_token_bytes=4000,
         num_slots=5,
         num_host_experts=6,
         max_model_len=MAX_MODEL_LEN,
@@ -200,23 +238,25 @@ def model_plan(shortage_bytes: int = 0) -> ModelPlan:
     )
 
 
-def capabilities() -> Capabilities:
+def capabilities(drafter: DrafterName = "quantized") -> Capabilities:
     return Capabilities(
         vocab_size=VOCAB_SIZE,
         eos_token_ids=[EOS_TOKEN_ID],
         draft_length=4,
-        plan=model_plan(),
+        token_compute_seconds=0.01,
+        plan=msgspec.structs.replace(model_plan(), drafter=drafter),
         startup_seconds={"imports": 2.1, "dense weights": 0.01, "draft experts": 1.2},
     )
 
 
 def start(engine: FakeEngine, options: argparse.Namespace) -> bool:
     """Whether there is something to serve."""
-    if options.task == "serve":
+    if options.task in ("serve", "bench"):
         engine.send(Located(options.model_path))
     for done in range(1, 3):
         engine.send(Loading("reading weights", done * 1000, 4000, "bytes"))
-    match options.startup:
+    config = json.loads(options.config)
+    match "fail" if is_chosen(options.fails, config) else options.startup:
         case "fail":
             engine.send(Failed(None, "InsufficientMemoryError", "The model needs 3 GB; pass --device-memory 3GB."))
             return False
@@ -235,16 +275,30 @@ def start(engine: FakeEngine, options: argparse.Namespace) -> bool:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
     answers = {
         "serve": Ready(capabilities()),
+        "bench": Ready(capabilities("quantized" if config["draft"] == "auto" else config["draft"])),
         "prepare": Prepared("/cache/demo"),
         "pack": Prepared("/cache/packs/demo"),
         "plan": Planned(model_plan(options.shortage_bytes)),
     }
     engine.send(answers[options.task])
-    if options.task != "serve":
+    if options.task not in ("serve", "bench"):
         return False
     if options.startup == "stubborn":
         signal.pause()
     return True
+
+
+def is_chosen(choice: str | None, config: dict[str, Any]) -> bool:
+    """Whether the configuration has the setting of a choice such as "draft=ngram"."""
+    name, _, value = (choice or "").partition("=")
+    return name in config and str(config[name]) == value
+
+
+def bench_script(options: argparse.Namespace) -> Callable[[Submit], Iterator[Message]]:
+    config = json.loads(options.config)
+    if is_chosen(options.dies, config):
+        return die
+    return silent if is_chosen(options.hangs, config) else lambda submit: bench(submit, config)
 
 
 def main() -> None:
@@ -254,13 +308,15 @@ def main() -> None:
     parser.add_argument("--log", type=Path)
     parser.add_argument("--model-path", default="/nowhere")
     parser.add_argument("--shortage-bytes", type=int, default=0)
+    for choice in ("--fails", "--dies", "--hangs"):
+        parser.add_argument(choice, metavar="SETTING=VALUE", help="which engines do so, in the start or a reply")
     parser.add_argument("fd", type=int)
     parser.add_argument("task")
     parser.add_argument("config")
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=options.fd) as sock:
-        engine = FakeEngine(sock, options.log)
+        engine = FakeEngine(sock, options.log, bench_script(options) if options.task == "bench" else None)
         engine.record(
             {"type": "Started", "pid": os.getpid(), "task": options.task, "config": json.loads(options.config)}
         )

@@ -59,7 +59,7 @@ def fails(capsys: pytest.CaptureFixture[str], code: int, *arguments: str, engine
         (["--verison"], "Unknown option --verison. Did you mean --version?"),
         (["demo", "--port", "1"], "Unknown option --port. See 'specter demo --help'."),
         (["sevre"], "invalid choice: 'sevre'"),
-        ([], "Name a command: serve, plan, pack or demo."),
+        ([], "Name a command: serve, plan, pack, bench or demo."),
         (["serve", "--port"], "--port: expected one argument"),
         (["serve", "--port", "http"], "--port is 'http'"),
         (["serve", "--port", "65536"], "less than or equal to 65535"),
@@ -134,12 +134,12 @@ def test_demo_prints_the_path(capsys: pytest.CaptureFixture[str], tmp_path: Path
 def test_pack_prints_the_path(
     capsys: pytest.CaptureFixture[str], log: EngineLog, arguments: list[str], out: str | None
 ) -> None:
-    assert main(["pack", "org/m", "--no-draft", *arguments], (*ENGINE, "--log", str(log.path))) == 0
+    assert main(["pack", "org/m", "--draft", "none", *arguments], (*ENGINE, "--log", str(log.path))) == 0
     captured = capsys.readouterr()
     assert captured.out == "/cache/packs/demo\n"
     assert "reading weights: 1.0 KB of 4.0 KB" in captured.err
     task, config = started(log)
-    assert (task, config["model"], config["draft"], config["out"]) == ("pack", "org/m", False, out)
+    assert (task, config["model"], config["draft"], config["out"]) == ("pack", "org/m", "none", out)
 
 
 def test_plan_prints_the_table(capsys: pytest.CaptureFixture[str], log: EngineLog) -> None:

@@ -7,10 +7,10 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.protocol import CycleStats
+from engine.protocol import CycleStats, Estimates
 from server.metrics import TOKEN_BUCKETS, Metrics
 from server.observer import RequestObserver
-from tests.server.fake_engine import CYCLE, TOKENS_PER_CYCLE, capabilities
+from tests.server.fake_engine import CYCLE, ESTIMATES, TOKENS_PER_CYCLE, capabilities
 from tests.server.harness import chat
 
 
@@ -79,6 +79,47 @@ def test_every_counter_of_a_cycle_is_shown() -> None:
         "draft_length": 1,
     }
     assert {name: got[name] for name in expected} == expected
+
+
+def governor_gauges(text: str) -> dict[str, float]:
+    return {name: value for name, value in values(text).items() if name.startswith("governor_")}
+
+
+def test_every_estimate_of_the_governor_is_shown() -> None:
+    metrics = Metrics("m")
+    observer = RequestObserver(metrics)
+    shown = governor_gauges(generate_latest(metrics.registry).decode())
+    assert len(shown) == len(Estimates.__struct_fields__)
+    assert set(shown.values()) == {0.0}
+    observer.estimates(Estimates(9, 9, 9, 9, 9, 9, 9))
+    observer.estimates(
+        Estimates(
+            acceptance_rate=0.1,
+            draft_seconds=0.2,
+            verify_seconds=0.3,
+            transfer_bytes=400.0,
+            bandwidth=500.0,
+            num_tokens=6.0,
+            cycle_seconds=0.7,
+        )
+    )
+    assert governor_gauges(generate_latest(metrics.registry).decode()) == {
+        "governor_acceptance_rate": 0.1,
+        "governor_draft_seconds_per_token": 0.2,
+        "governor_verify_seconds": 0.3,
+        "governor_transfer_bytes": 400.0,
+        "governor_link_bandwidth_bytes_per_second": 500.0,
+        "governor_cycle_tokens": 6.0,
+        "governor_cycle_seconds": 0.7,
+    }
+
+
+def test_the_server_shows_what_the_last_decision_was_made_by(client: httpx.Client) -> None:
+    """The prompt's first token and a cycle without a decision say nothing, and take nothing back."""
+    client.post("/v1/chat/completions", json=chat("x" * 20))
+    shown = governor_gauges(client.get("/metrics").text)
+    assert shown["governor_acceptance_rate"] == ESTIMATES.acceptance_rate
+    assert shown["governor_cycle_seconds"] == ESTIMATES.cycle_seconds
 
 
 def test_where_the_model_is_is_shown() -> None:

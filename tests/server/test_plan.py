@@ -71,7 +71,7 @@ def test_a_model_that_does_not_fit() -> None:
     assert printed(model_plan(1_200_000))[-3:] == [
         "Does not fit: 1.2 MB of device memory short. Any one of these makes it fit:",
         "--device-memory 3GB",
-        "--no-draft",
+        "--draft none",
     ]
     assert printed(changed(shortages={"device": 1_200_000}))[-1] == "Does not fit: 1.2 MB of device memory short."
 

@@ -10,7 +10,7 @@ from server.settings import Settings, load_settings, unknown_environment
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     path = tmp_path / "specter.yaml"
-    path.write_text("model: from-file\ndraft: off\ndevice_memory: 1GB\nport: 1\nqueue_length: 1\n")
+    path.write_text("model: from-file\ndraft: none\ndevice_memory: 1GB\nport: 1\nqueue_length: 1\n")
     return path
 
 
@@ -19,7 +19,7 @@ def test_later_sources_win(config: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("SPECTER_QUEUE_LENGTH", "2")
     monkeypatch.setenv("SPECTER_DRAFT_LENGTH", "")
     settings = load_settings({"queue_length": "3"}, config)
-    assert (settings.model, settings.draft, settings.device_memory) == ("from-file", False, 10**9)
+    assert (settings.model, settings.draft, settings.device_memory) == ("from-file", "none", 10**9)
     assert (settings.port, settings.queue_length) == (2, 3)
     assert settings.draft_length == Settings.model_fields["draft_length"].default
 
@@ -49,7 +49,7 @@ def test_every_setting_has_a_flag_and_a_description() -> None:
 
 
 def test_flags_that_were_not_given_are_absent() -> None:
-    assert set(vars(parse_args(["serve", "--no-draft"]))) == {"command", "config", "draft"}
+    assert set(vars(parse_args(["serve", "--draft", "none"]))) == {"command", "config", "draft"}
 
 
 def test_engine_config_holds_the_engines_part() -> None:

@@ -7,11 +7,13 @@ import torch
 from engine.device import DONE, CpuDevice, Event
 from engine.experts.cache import ExpertCache, SlotState
 from engine.experts.layout import ExpertId
-from engine.experts.policy import PerLayerLru
+from engine.experts.policy import ExpertIndex, PerLayerLru
+from engine.experts.schedule import TransferSchedule
 from engine.experts.transfer import ExpertTransfers
 
 EXPERT_BYTES = 16
 NUM_LAYERS = 3
+NUM_EXPERTS = 6
 
 
 def mark_of(expert: ExpertId) -> int:
@@ -27,7 +29,10 @@ class FakeStore:
         self.broken: set[ExpertId] = set()
         self.on_fetch: Callable[[ExpertId], None] = lambda expert: None
 
-    def fetch(self, expert: ExpertId, destination: torch.Tensor) -> Event:
+    def is_divisible(self, expert: ExpertId) -> bool:
+        return True
+
+    def fetch(self, expert: ExpertId, destination: torch.Tensor, offset: int = 0) -> Event:
         self.fetched.append(expert)
         destination.fill_(0xFF)
         self.on_fetch(expert)
@@ -43,12 +48,12 @@ class FakeStore:
 class Bench:
     """Transfers with a fake store, and what was computed."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, piece_bytes: int = EXPERT_BYTES) -> None:
         self.store = FakeStore()
-        self.cache = ExpertCache(
-            torch.zeros(num_slots, EXPERT_BYTES, dtype=torch.uint8), PerLayerLru(num_slots, NUM_LAYERS)
-        )
-        self.transfers = ExpertTransfers(self.cache, self.store, CpuDevice())
+        index = ExpertIndex([NUM_EXPERTS] * NUM_LAYERS)
+        self.cache = ExpertCache(torch.zeros(num_slots, EXPERT_BYTES, dtype=torch.uint8), index)
+        schedule = TransferSchedule(self.cache, PerLayerLru(index, num_slots), index, lambda expert: piece_bytes)
+        self.transfers = ExpertTransfers(schedule, self.store, CpuDevice())
         self.computed: list[tuple[int, int]] = []
 
     def plan(self, *experts: tuple[int, int]) -> None:
@@ -67,7 +72,7 @@ class Bench:
             self.computed.append((layer, expert))
             then(expert)
 
-        self.transfers.visit(layer, experts, compute)
+        self.transfers.visit(layer, {expert: [0] for expert in experts}, 1, compute)
 
     @property
     def resident(self) -> set[ExpertId | None]:

@@ -10,51 +10,28 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from engine.device import DONE, DoneEvent
 from engine.experts.cache import ExpertCache, Slot, SlotState
 from engine.experts.layout import ExpertId
-from engine.experts.policy import PerLayerLru
+from engine.experts.policy import ExpertIndex
 
 NUM_SLOTS = 4
 NUM_LAYERS = 3
 NUM_EXPERTS = 3
+INDEX = ExpertIndex([NUM_EXPERTS] * NUM_LAYERS)
 EVERYTHING = [ExpertId(layer, expert) for layer in range(NUM_LAYERS) for expert in range(NUM_EXPERTS)]
 
 expert_ids = st.sampled_from(EVERYTHING)
-plans = st.lists(expert_ids, unique=True, max_size=6).map(lambda experts: {e: rank for rank, e in enumerate(experts)})
-
-
-class WatchedLru(PerLayerLru):
-    """Also notes which experts it believes to be in the cache."""
-
-    def __init__(self, num_slots: int, num_layers: int) -> None:
-        super().__init__(num_slots, num_layers)
-        self.known: set[ExpertId] = set()
-
-    def insert(self, expert: ExpertId) -> None:
-        assert expert not in self.known
-        self.known.add(expert)
-        super().insert(expert)
-
-    def touch(self, expert: ExpertId) -> None:
-        assert expert in self.known
-        super().touch(expert)
-
-    def remove(self, expert: ExpertId) -> None:
-        self.known.remove(expert)
-        super().remove(expert)
 
 
 def make_cache(num_slots: int = NUM_SLOTS) -> ExpertCache:
-    return ExpertCache(torch.zeros(num_slots, 8, dtype=torch.uint8), PerLayerLru(num_slots, NUM_LAYERS))
+    return ExpertCache(torch.zeros(num_slots, 8, dtype=torch.uint8), INDEX)
 
 
-def reserve(cache: ExpertCache, layer: int, expert: int, **options: object) -> Slot | None:
-    arguments = {"is_prefetch": False, "planned": {}, "is_urgent": True, **options}
-    return cache.reserve(ExpertId(layer, expert), **arguments)  # type: ignore[arg-type]
+def reserve(cache: ExpertCache, layer: int, expert: int, is_prefetch: bool = False) -> Slot:
+    return cache.reserve(ExpertId(layer, expert), is_prefetch)
 
 
-def make_ready(cache: ExpertCache, layer: int, expert: int, **options: object) -> Slot:
-    slot = reserve(cache, layer, expert, **options)
-    assert slot is not None
-    cache.fill(slot, DONE)
+def make_ready(cache: ExpertCache, layer: int, expert: int, is_prefetch: bool = False) -> Slot:
+    slot = reserve(cache, layer, expert, is_prefetch)
+    cache.fill(slot, [DONE])
     return slot
 
 
@@ -75,45 +52,24 @@ class CacheMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.policy = WatchedLru(NUM_SLOTS, NUM_LAYERS)
-        self.cache = ExpertCache(torch.zeros(NUM_SLOTS, 8, dtype=torch.uint8), self.policy)
+        self.cache = make_cache()
         self.loading: dict[ExpertId, Slot] = {}
         self.ready: set[ExpertId] = set()
         self.pinned: list[Slot] = []
         self.unused_prefetches: set[ExpertId] = set()
         self.num_evictions = 0
-        self.num_wasted = 0
 
     def idle(self) -> set[ExpertId]:
         return self.ready - {slot.owner for slot in self.pinned if slot.owner is not None}
 
-    @rule(expert=expert_ids, is_prefetch=st.booleans(), planned=plans, is_urgent=st.booleans())
-    def reserve(self, expert: ExpertId, is_prefetch: bool, planned: dict[ExpertId, int], is_urgent: bool) -> None:
+    @precondition(lambda self: self.cache.num_empty)
+    @rule(expert=expert_ids, is_prefetch=st.booleans())
+    def reserve(self, expert: ExpertId, is_prefetch: bool) -> None:
         if expert in self.cache:
             return
         before = snapshot(self.cache)
-        idle = self.idle()
-        has_empty = len(self.loading) + len(self.ready) < NUM_SLOTS
-        slot = self.cache.reserve(expert, is_prefetch, planned, is_urgent)
-
-        if slot is None:
-            assert not has_empty
-            assert idle <= planned.keys()
-            assert not (is_urgent and idle)
-            assert snapshot(self.cache) == before
-            return
-        lost = before[slot.index].owner
-        assert (lost is None) == has_empty
-        if lost is not None:
-            assert lost in idle  # so neither LOADING nor in use
-            if lost in planned:
-                assert is_urgent
-                assert idle <= planned.keys()
-                assert planned[lost] == max(planned[other] for other in idle)
-            self.ready.remove(lost)
-            self.num_evictions += 1
-            self.num_wasted += lost in self.unused_prefetches
-            self.unused_prefetches.discard(lost)
+        slot = self.cache.reserve(expert, is_prefetch)
+        assert before[slot.index].state is SlotState.EMPTY
         others = [old for index, old in enumerate(before) if index != slot.index]
         assert [new for index, new in enumerate(snapshot(self.cache)) if index != slot.index] == others
         assert slot.generation == before[slot.index].generation + 1
@@ -121,11 +77,20 @@ class CacheMachine(RuleBasedStateMachine):
         if is_prefetch:
             self.unused_prefetches.add(expert)
 
+    @precondition(lambda self: self.idle())
+    @rule(data=st.data())
+    def evict(self, data: st.DataObject) -> None:
+        expert = data.draw(st.sampled_from(sorted(self.idle())))
+        assert self.cache.evict(expert) == (expert in self.unused_prefetches)
+        self.ready.remove(expert)
+        self.num_evictions += 1
+        self.unused_prefetches.discard(expert)
+
     @precondition(lambda self: self.loading)
     @rule(data=st.data())
     def fill(self, data: st.DataObject) -> None:
         expert = data.draw(st.sampled_from(sorted(self.loading)))
-        self.cache.fill(self.loading.pop(expert), DONE)
+        self.cache.fill(self.loading.pop(expert), [DONE])
         self.ready.add(expert)
 
     @precondition(lambda self: self.loading)
@@ -155,11 +120,12 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def the_cache_is_as_expected(self) -> None:
         self.cache.check_integrity()
-        assert self.policy.known == {expert for expert in EVERYTHING if expert in self.cache}
-        assert self.policy.known == self.ready | self.loading.keys()
+        cached = self.ready | self.loading.keys()
+        assert {expert for expert in EVERYTHING if expert in self.cache} == cached
+        assert {INDEX.expert(number) for number in self.cache.idle.nonzero()[0].tolist()} == self.idle()
+        assert self.cache.num_empty == NUM_SLOTS - len(cached)
         assert {expert for expert in EVERYTHING if self.cache.is_ready(expert)} == self.ready
         assert self.cache.num_evictions == self.num_evictions
-        assert self.cache.num_prefetches_wasted == self.num_wasted
         assert sum(slot.num_users for slot in self.cache._slots) == len(self.pinned)
 
 
@@ -169,8 +135,8 @@ TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=30, de
 
 def test_slots_are_rows_of_the_slab() -> None:
     slab = torch.zeros(2, 8, dtype=torch.uint8)
-    cache = ExpertCache(slab, PerLayerLru(2, NUM_LAYERS))
-    assert cache.num_slots == 2
+    cache = ExpertCache(slab, INDEX)
+    assert (cache.num_slots, cache.expert_bytes) == (2, 8)
     for expert in range(2):
         make_ready(cache, 0, expert).record.fill_(expert + 1)
     assert sorted(slab.sum(dim=1).tolist()) == [8, 16]
@@ -179,13 +145,12 @@ def test_slots_are_rows_of_the_slab() -> None:
 def test_a_slot_keeps_the_events_of_its_fill_and_last_use() -> None:
     cache = make_cache()
     slot = reserve(cache, 0, 0)
-    assert slot is not None
     filled, used = DoneEvent(), DoneEvent()
-    cache.fill(slot, filled)
+    cache.fill(slot, [filled])
     cache.unpin(cache.pin(ExpertId(0, 0)), None)
     assert slot.last_use is DONE
     cache.unpin(cache.pin(ExpertId(0, 0)), used)
-    assert slot.filled is filled
+    assert slot.filled == [filled]
     assert slot.last_use is used
 
 
@@ -195,28 +160,8 @@ def test_the_last_use_outlives_the_eviction() -> None:
     make_ready(cache, 0, 0)
     used = DoneEvent()
     cache.unpin(cache.pin(ExpertId(0, 0)), used)
-    slot = reserve(cache, 1, 0)
-    assert slot is not None
-    assert slot.last_use is used
-
-
-def test_use_makes_an_expert_young() -> None:
-    cache = make_cache(num_slots=2)
-    make_ready(cache, 0, 0)
-    make_ready(cache, 0, 1)
-    cache.unpin(cache.pin(ExpertId(0, 0)), DONE)
-    make_ready(cache, 0, 2)
-    assert cache.is_ready(ExpertId(0, 0))
-    assert ExpertId(0, 1) not in cache
-
-
-def test_a_pin_without_use_does_not() -> None:
-    cache = make_cache(num_slots=2)
-    make_ready(cache, 0, 0)
-    make_ready(cache, 0, 1)
-    cache.unpin(cache.pin(ExpertId(0, 0)), None)
-    make_ready(cache, 0, 2)
-    assert ExpertId(0, 0) not in cache
+    cache.evict(ExpertId(0, 0))
+    assert reserve(cache, 1, 0).last_use is used
 
 
 def test_an_expert_pinned_twice_stays_until_both_are_done() -> None:
@@ -224,20 +169,30 @@ def test_an_expert_pinned_twice_stays_until_both_are_done() -> None:
     make_ready(cache, 0, 0)
     first, second = cache.pin(ExpertId(0, 0)), cache.pin(ExpertId(0, 0))
     cache.unpin(first, DONE)
-    assert reserve(cache, 0, 1) is None
+    with pytest.raises(AssertionError):
+        cache.evict(ExpertId(0, 0))
     cache.unpin(second, DONE)
-    assert reserve(cache, 0, 1) is not None
+    cache.evict(ExpertId(0, 0))
+    assert cache.num_empty == 1
 
 
-def test_a_prefetch_counts_as_wasted_only_if_it_was_never_used() -> None:
+def test_a_prefetch_was_wasted_only_if_it_was_never_used() -> None:
     cache = make_cache(num_slots=1)
     make_ready(cache, 0, 0, is_prefetch=True)
     cache.unpin(cache.pin(ExpertId(0, 0)), DONE)
+    assert not cache.evict(ExpertId(0, 0))
     make_ready(cache, 0, 1, is_prefetch=True)
-    assert (cache.num_evictions, cache.num_prefetches_wasted) == (1, 0)
+    cache.unpin(cache.pin(ExpertId(0, 1)), None)  # what is pinned and not read was not used
+    assert cache.evict(ExpertId(0, 1))
     make_ready(cache, 0, 2)
-    make_ready(cache, 0, 3)
-    assert (cache.num_evictions, cache.num_prefetches_wasted) == (3, 1)
+    assert not cache.evict(ExpertId(0, 2))
+    assert cache.num_evictions == 3
+
+
+def test_what_failed_to_come_was_no_eviction() -> None:
+    cache = make_cache(num_slots=1)
+    cache.abandon(reserve(cache, 0, 0, is_prefetch=True))
+    assert (cache.num_evictions, cache.num_empty) == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -245,9 +200,11 @@ def test_a_prefetch_counts_as_wasted_only_if_it_was_never_used() -> None:
     [
         pytest.param(lambda cache: reserve(cache, 0, 0), id="reserve for a resident expert"),
         pytest.param(lambda cache: reserve(cache, 0, 1), id="reserve for a loading expert"),
-        pytest.param(lambda cache: cache.fill(cache._by_owner[ExpertId(0, 0)], DONE), id="fill a READY slot"),
+        pytest.param(lambda cache: cache.fill(cache._by_owner[ExpertId(0, 0)], [DONE]), id="fill a READY slot"),
         pytest.param(lambda cache: cache.abandon(cache._by_owner[ExpertId(0, 0)]), id="abandon a READY slot"),
         pytest.param(lambda cache: cache.pin(ExpertId(0, 1)), id="pin a LOADING slot"),
+        pytest.param(lambda cache: cache.evict(ExpertId(0, 1)), id="evict from a LOADING slot"),
+        pytest.param(lambda cache: cache.evict(ExpertId(0, 2)), id="evict from a slot in use"),
         pytest.param(lambda cache: cache.unpin(cache._by_owner[ExpertId(0, 0)], DONE), id="unpin what is not pinned"),
         pytest.param(lambda cache: cache.unpin(cache._empty[0], DONE), id="unpin an EMPTY slot"),
     ],
@@ -256,6 +213,8 @@ def test_misuse_is_an_assertion(misuse: Callable[[ExpertCache], object]) -> None
     cache = make_cache()
     make_ready(cache, 0, 0)
     reserve(cache, 0, 1)
+    make_ready(cache, 0, 2)
+    cache.pin(ExpertId(0, 2))
     before = snapshot(cache)
     with pytest.raises(AssertionError):
         misuse(cache)
@@ -300,6 +259,14 @@ def have_negative_users(cache: ExpertCache) -> None:
     cache._by_owner[ExpertId(0, 0)].num_users = -1
 
 
+def offer_a_loading_expert_for_eviction(cache: ExpertCache) -> None:
+    cache.idle[INDEX.number(ExpertId(0, 1))] = True
+
+
+def forget_that_an_expert_is_idle(cache: ExpertCache) -> None:
+    cache.idle[INDEX.number(ExpertId(0, 0))] = False
+
+
 def own_nothing(cache: ExpertCache) -> None:
     cache._by_owner[ExpertId(0, 0)].owner = None
 
@@ -316,6 +283,8 @@ def own_nothing(cache: ExpertCache) -> None:
         offer_a_ready_slot_as_empty,
         use_a_loading_slot,
         have_negative_users,
+        offer_a_loading_expert_for_eviction,
+        forget_that_an_expert_is_idle,
         own_nothing,
     ],
 )

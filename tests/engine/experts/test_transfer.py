@@ -206,10 +206,10 @@ def test_an_error_in_compute_leaves_no_slot_in_use(make_bench: MakeBench) -> Non
 
 def test_counters_of_a_small_script(make_bench: MakeBench) -> None:
     bench = make_bench(3)
-    bench.plan((0, 0), (0, 1), (1, 0), (1, 1))
+    bench.plan((0, 0), (1, 0), (1, 1), (2, 0))
     bench.drain()
-    # 0/0 hit; 0/2 demanded, which takes the slot of 1/0, planned last of what is resident.
-    bench.visit(0, 0, 2)
+    # 0/0 hit; while it is in use 0/2 comes on demand, in the slot of 1/1, planned last of what is resident.
+    bench.visit(0, 0, 2, then=lambda expert: bench.drain() if expert == 0 else None)
     stats = bench.transfers.stats()
     assert (stats.num_expert_hits, stats.num_expert_misses) == (1, 1)
     assert (stats.num_demand_fetches, stats.demand_bytes, stats.prefetch_bytes) == (
@@ -219,16 +219,60 @@ def test_counters_of_a_small_script(make_bench: MakeBench) -> None:
     )
     assert (stats.num_evictions, stats.num_prefetches_used, stats.num_prefetches_wasted) == (1, 1, 1)
 
-    # 1/1 comes by the plan, in the slot of 0/0, the least recently used of the fullest layer. 1/0 is planned but lost
-    # its slot: fetching it now is still the plan's doing.
-    bench.drain()
+    # 1/1 is planned but lost its slot: fetching it now is still the plan's doing.
     bench.visit(1, 0, 1)
     step = bench.transfers.stats() - stats
     assert (step.num_expert_hits, step.num_expert_misses) == (1, 1)
-    assert (step.num_demand_fetches, step.demand_bytes, step.prefetch_bytes) == (0, 0, 2 * EXPERT_BYTES)
+    assert (step.num_demand_fetches, step.demand_bytes, step.prefetch_bytes) == (0, 0, EXPERT_BYTES)
     assert step.num_prefetches_used == 2
-    assert len(bench.store.fetched) == 6
+    bench.drain()
+    assert bench.store.fetched == [(0, 0), (1, 0), (1, 1), (0, 2), (1, 1), (2, 0)]
+    assert bench.transfers.moved_bytes == 6 * EXPERT_BYTES
     bench.check_idle()
+
+
+def test_what_was_predicted_in_vain_makes_room_for_what_the_layer_wants_instead(make_bench: MakeBench) -> None:
+    bench = make_bench(3)
+    bench.plan((0, 0), (0, 1), (1, 0), (1, 1))
+    bench.drain()
+    bench.visit(0, 0, 2, then=lambda expert: bench.drain() if expert == 0 else None)
+    assert bench.resident == {(0, 0), (0, 2), (1, 0)}
+    assert bench.transfers.stats().num_prefetches_wasted == 1
+
+
+def test_a_planned_expert_that_lost_its_slot_to_a_demand_is_prefetched_again(make_bench: MakeBench) -> None:
+    bench = make_bench(2)
+    bench.plan((1, 0), (2, 0))
+    bench.drain()
+    bench.visit(0, 0)
+    assert bench.resident == {(0, 0), (1, 0)}
+    bench.drain()
+    assert bench.store.fetched == [(1, 0), (2, 0), (0, 0), (2, 0)]
+    assert bench.resident == {(1, 0), (2, 0)}
+
+
+def test_a_plan_tells_the_bytes_that_are_yet_to_be_moved(make_bench: MakeBench) -> None:
+    bench = make_bench(4)
+    bench.visit(0, 0)
+    predicted = [ExpertId(0, 0), ExpertId(0, 1), ExpertId(1, 0)]
+    assert bench.transfers.plan(predicted) == 2 * EXPERT_BYTES
+    assert bench.transfers.transfer_next() is not None
+    assert bench.transfers.plan(predicted) == EXPERT_BYTES
+    assert bench.transfers.moved_bytes == 2 * EXPERT_BYTES
+
+
+def test_a_visit_may_replace_the_plan_behind_what_it_needs_itself(make_bench: MakeBench) -> None:
+    bench = make_bench(4)
+    bench.plan((1, 0), (2, 0))
+    bench.transfers.visit(0, {0: [0]}, 1, lambda expert, record: bench.drain(), [ExpertId(1, 1), ExpertId(1, 2)])
+    assert bench.store.fetched == [(0, 0), (1, 1), (1, 2)]
+    # None says nothing about the plan, and an empty one takes it away.
+    bench.plan((2, 0), (2, 1))
+    bench.transfers.visit(1, {1: [0]}, 1, lambda expert, record: None)
+    assert bench.transfers.transfer_next() is not None
+    bench.transfers.visit(1, {1: [0]}, 1, lambda expert, record: None, [])
+    assert bench.transfers.transfer_next() is None
+    assert bench.store.fetched[3:] == [(2, 0)]
 
 
 def test_a_second_use_of_a_prefetched_expert_is_no_second_success(make_bench: MakeBench) -> None:

@@ -225,9 +225,9 @@ class BrokenEvent(DoneEvent):
 
 def test_a_breakdown_of_the_device_fails_visits_instead_of_hanging_them(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(num_slots=2)
-    monkeypatch.setattr(bench.store, "fetch", lambda expert, destination: BrokenEvent())
+    monkeypatch.setattr(bench.store, "fetch", lambda expert, destination, offset: BrokenEvent())
     with started(bench, num_threads=1):
         for _ in range(2):
             with pytest.raises(TransferError, match="fell off the bus"):
-                bench.transfers.visit(0, [0, 1, 2], lambda expert, record: None)
+                bench.transfers.visit(0, {0: [0], 1: [0], 2: [0]}, 1, lambda expert, record: None)
     bench.transfers.check_integrity()

@@ -2,7 +2,7 @@ import torch
 
 from engine.device import CpuDevice, HostCopy
 from engine.experts.planner import LookaheadBuffer
-from engine.speculative.draft import PendingRoutes, QuantizedExperts
+from engine.speculative.quantized import PendingRoutes, QuantizedExperts
 
 
 class WatchedDevice(CpuDevice):
