@@ -15,6 +15,7 @@ from engine.description import ModelDescription, describe_model
 from engine.device import Device, open_device
 from engine.errors import ConfigError
 from engine.experts.bandwidth import measure_copy, measure_disk, piece_bytes
+from engine.kernels.quantization import QuantizationSpec
 from engine.loading import load_model, locate_configuration, locate_model, pack_model
 from engine.model.tensor_files import weight_files
 from engine.packing import Pack, find_records
@@ -42,49 +43,28 @@ def open_engine(config: EngineConfig, send: Callable[[Loading | Located], None],
     path = locate_model(config, send)
     send(Located(str(path)))
     device = open_device(config.device)
-    with clock.phase("planning"):
-        model = describe_model(config, path, device.torch_device)
-        machine = Machine.of(device)
-        found = alternatives(bench, model, machine)
-        require_fit(found[0].plan)
-    with clock.phase("packing"):
-        pack, _ = pack_model(model._replace(choices=found[0].choices), config.cache.expanduser(), None, send)
-    with clock.phase("bandwidth"):
-        bandwidths = measure_tiers(found[0].plan, device, pack.records_path, bench.link_bandwidth)
-    with clock.phase("choosing"):
-        subject = profile_subject(machine, model.choices)
-        profile = read_profile(pack.directory, subject)
-        if len(found) > 1 and profile is None:
-            profile = _make_profile(bench, model, found[0], device, clock, send)
-            write_profile(pack.directory, subject, profile)
-        plan, choices = choose(found, _prediction(bench, model, profile, bandwidths))
-    plan = msgspec.structs.replace(plan, bandwidths=bandwidths)
-    profiled_draft = model.choices.draft
-    model = model._replace(choices=choices)
+    prepared = _prepare(bench, path, device, clock, send)
+    model, plan, profile = prepared.model, prepared.plan, prepared.profile
+    bandwidth = link_bandwidth(plan, plan.bandwidths)
     loaded = load_model(config, model, device, clock, send)
     with ExitStack() as stack:
         with clock.phase("experts"):
             store = stack.enter_context(
                 open_store(loaded.pack, plan.num_host_experts, device, send, bench.link_bandwidth)
             )
-            at_once = piece_bytes(link_bandwidth(plan, bandwidths))
-            parts = stack.enter_context(open_parts(loaded, bench, store, plan.num_slots, device, at_once))
+            parts = stack.enter_context(
+                open_parts(loaded, bench, store, plan.num_slots, device, piece_bytes(bandwidth))
+            )
         with clock.phase("warm-up"):
             times = measure_passes(
                 loaded.model, parts.experts.planned, parts.transfers, loaded.draft, model.skeleton.vocab_size
             )
         if profile is not None:
-            _improve(profile, times, pack, subject)
+            _improve(profile, times, prepared.pack, prepared.subject)
         store.is_on = True
-        expected = draft_expectation(
-            plan,
-            choices,
-            model.sizes,
-            model.skeleton.top_k,
-            times,
-            profile_with(profile, profiled_draft, choices.draft, model.sizes).tokens if profile else (),
-            link_bandwidth(plan, bandwidths),
-        )
+        choices = model.choices
+        tokens = profile_with(profile, prepared.profiled_draft, choices.draft, model.sizes).tokens if profile else ()
+        expected = draft_expectation(plan, choices, model.sizes, model.skeleton.top_k, times, tokens, bandwidth)
         core = assemble_core(parts, bench, draft_control(bench, choices, expected))
         capabilities = Capabilities(
             vocab_size=model.skeleton.vocab_size,
@@ -95,6 +75,43 @@ def open_engine(config: EngineConfig, send: Callable[[Loading | Located], None],
             startup_seconds=dict(clock.seconds),
         )
         yield Engine(core, capabilities)
+
+
+class _Prepared(NamedTuple):
+    """What is decided before a model is loaded."""
+
+    model: ModelDescription
+    """With the choices that the plan is for."""
+    plan: ModelPlan
+    pack: Pack
+    profile: Profile | None
+    """None where nothing has to be chosen, and there is none from before."""
+    subject: str
+    """Of the profile."""
+    profiled_draft: QuantizationSpec | None
+    """That the profile was made with."""
+
+
+def _prepare(config: BenchConfig, path: Path, device: Device, clock: PhaseClock, send: OnProgress) -> _Prepared:
+    """Plan, pack, and choose what drafts; for that, profile the model if it has not been. Raises `SpecterError`."""
+    with clock.phase("planning"):
+        model = describe_model(config, path, device.torch_device)
+        machine = Machine.of(device)
+        found = alternatives(config, model, machine)
+        require_fit(found[0].plan)
+    with clock.phase("packing"):
+        pack, _ = pack_model(model._replace(choices=found[0].choices), config.cache.expanduser(), None, send)
+    with clock.phase("bandwidth"):
+        bandwidths = measure_tiers(found[0].plan, device, pack.records_path, config.link_bandwidth)
+    with clock.phase("choosing"):
+        subject = profile_subject(machine, model.choices)
+        profile = read_profile(pack.directory, subject)
+        if len(found) > 1 and profile is None:
+            profile = _make_profile(config, model, found[0], device, clock, send)
+            write_profile(pack.directory, subject, profile)
+        plan, choices = choose(found, _prediction(config, model, profile, bandwidths))
+    plan = msgspec.structs.replace(plan, bandwidths=bandwidths)
+    return _Prepared(model._replace(choices=choices), plan, pack, profile, subject, model.choices.draft)
 
 
 def pack(config: PackConfig, on_progress: OnProgress) -> Path:
