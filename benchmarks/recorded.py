@@ -18,13 +18,14 @@ from engine.packing.profiles import read_profile
 from engine.planning import Machine
 from engine.profile import Profile
 from engine.sizing import Choices
+from server.bench.budgets import SHARES
+from server.bench.links import COLD_TOKEN_COMPUTES
 
 MB = 10**6
 SETTINGS = ("model", "cache", "device", "draft_weights")
-SHARES = (0.35, 0.5, 0.75)
-"""Of all experts' bytes, that the slots of a mode without a draft get."""
-COLD_TOKEN_COMPUTES = (12.0, 4.0)
-"""How many times its computation a token without any resident expert takes on the default links."""
+LINKS = (COLD_TOKEN_COMPUTES, COLD_TOKEN_COMPUTES / 3)
+"""How many times its computation a token without any resident expert takes on the default links: as `specter bench`
+paces it, and about what the disk of a machine without a GPU is like."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -65,17 +66,16 @@ def situation(arguments: Namespace) -> Situation:
 
 
 def links(situation: Situation) -> list[float]:
-    """Bytes per second at which a cold token takes `COLD_TOKEN_COMPUTES`."""
-    times, layers = situation.profile.times, situation.model.sizes.layout.layers
-    cold_experts = sum(min(situation.model.skeleton.top_k, layer.num_experts) for layer in layers)
-    cold_bytes = cold_experts * situation.model.sizes.expert_bytes
-    return [cold_bytes / (computes * times.verify_seconds[0]) for computes in COLD_TOKEN_COMPUTES]
+    """Bytes per second at which a cold token takes as `LINKS` says."""
+    model, times = situation.model, situation.profile.times
+    cold_bytes = model.sizes.cold_token_bytes(model.skeleton.top_k)
+    return [cold_bytes / (computes * times.verify_seconds[0]) for computes in LINKS]
 
 
 def budgets(situation: Situation) -> list[int]:
     """Device memory that leaves room for these shares of the experts, less what longer steps of prompts take of it."""
-    sizes, choices = situation.model.sizes, situation.model.choices.without_quantized_draft()
-    others = sizes.needs(choices._replace(drafter="none", draft_length=0)).total
+    sizes = situation.model.sizes
+    others = sizes.needs(situation.model.choices.without_draft()).total
     return [-(-int(others + share * sizes.num_experts * sizes.expert_bytes) // MB) * MB for share in SHARES]
 
 

@@ -109,7 +109,7 @@ def _plan(situation: Situation, mode: str) -> Alternative:
 
 def _choices(config: BenchConfig, choices: Choices) -> Choices:
     if config.draft == "none":
-        return choices.without_quantized_draft()._replace(drafter="none", draft_length=0)
+        return choices.without_draft()
     return choices if config.draft_length == "auto" else choices._replace(draft_length=config.draft_length)
 
 

@@ -111,7 +111,7 @@ class EngineCore(SerialCore):
             draft_seconds=stats.draft_seconds + stats.plan_seconds,
             verify_seconds=stats.verify_seconds,
             seconds=time.perf_counter() - started,
-            transfer_bytes=stats.prefetch_bytes + stats.demand_bytes,
+            transfer_bytes=stats.moved_bytes,
             transfer_seconds=stats.transfer_seconds,
         )
         estimates = self._control.estimates

@@ -101,11 +101,6 @@ def choose(found: Sequence[Alternative], predict: Callable[[Alternative], float]
     return best._replace(plan=msgspec.structs.replace(best.plan, decisions=decisions))
 
 
-def plan_model(config: BenchConfig, model: ModelDescription, machine: Machine) -> ModelPlan:
-    """Divide the machine's memory, with what is known without a profile of the model."""
-    return choose(alternatives(config, model, machine)).plan
-
-
 def _drafter_name(choices: Choices) -> str:
     return f"a {choices.draft} draft" if choices.draft else "n-grams"
 
@@ -148,7 +143,7 @@ def _plan(config: BenchConfig, model: ModelDescription, choices: Choices, machin
         remedies=remedies,
         num_experts=sizes.num_experts,
         expert_bytes=sizes.expert_bytes,
-        cold_token_bytes=_cold_token_bytes(sizes, skeleton.top_k),
+        cold_token_bytes=sizes.cold_token_bytes(skeleton.top_k),
         num_slots=slots.num_slots,
         num_host_experts=num_host,
         max_model_len=choices.max_model_len,
@@ -176,10 +171,6 @@ def _with_chunks(sizes: ModelSizes, choices: Choices, budget_bytes: int) -> Choi
     while chunk_tokens > MIN_CHUNK_TOKENS and room(chunk_tokens) < sizes.expert_bytes:
         chunk_tokens //= 2
     return choices._replace(prefill_chunk_tokens=chunk_tokens)
-
-
-def _cold_token_bytes(sizes: ModelSizes, top_k: int) -> int:
-    return sum(min(top_k, layer.num_experts) for layer in sizes.layout.layers) * sizes.expert_bytes
 
 
 def _device_budget(

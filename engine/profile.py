@@ -14,7 +14,7 @@ from engine.model.causal_lm import CausalLM
 from engine.model.dispatch import ExpertsImplementation, ExpertsModule
 from engine.model.routers import NextRouters
 from engine.protocol import SamplingParams
-from engine.sampling import draw, target_distribution
+from engine.sampling import draw, probability, target_distribution
 from engine.speculative.lookahead import DEPTH
 from engine.speculative.quantized import QuantizedExperts
 
@@ -128,8 +128,7 @@ def record_profile(
         tokens.append(ProfiledToken(_of_one(routes), _of_one(draft_routes), *proposal, guesses))
         if draft_logits is not None:
             proposed = int(draft_logits.argmax())
-            confidence = float(torch.exp(draft_logits[proposed] - draft_logits.logsumexp(dim=-1)))
-            proposal = (proposed == int(logits.argmax()), confidence)
+            proposal = (proposed == int(logits.argmax()), probability(draft_logits, proposed))
         token_id = draw(target_distribution(logits, SAMPLING), generator)
         on_token(len(tokens))
     return tokens

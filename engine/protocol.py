@@ -225,6 +225,11 @@ class CycleStats(msgspec.Struct, frozen=True):
     demand_bytes: int = 0
     transfer_seconds: float = 0.0
 
+    @property
+    def moved_bytes(self) -> int:
+        """Of prefetches and demand fetches together."""
+        return self.prefetch_bytes + self.demand_bytes
+
     def __add__(self, other: "CycleStats") -> "CycleStats":
         return CycleStats(*(getattr(self, name) + getattr(other, name) for name in self.__struct_fields__))
 

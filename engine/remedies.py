@@ -38,7 +38,7 @@ def _savings(sizes: ModelSizes, choices: Choices, room_bytes: int) -> list[str]:
     def fits(alternative: Choices) -> bool:
         return sizes.needs(alternative).total + sizes.expert_bytes <= room_bytes
 
-    plain = choices._replace(drafter="none", draft=None, draft_length=0)
+    plain = choices.without_draft()
     halved = choices._replace(kv_dtype=torch.bfloat16)
     savings = []
     if sizes.has_convertible_kv and choices.kv_dtype.itemsize > halved.kv_dtype.itemsize and fits(halved):

@@ -5,7 +5,7 @@ import torch
 
 from engine.errors import ContextLengthError, RequestError
 from engine.protocol import FinishReason, Submit
-from engine.sampling import Choice, draw, is_greedy, require_finite, target_distribution
+from engine.sampling import Choice, draw, is_greedy, probability, require_finite, target_distribution
 from engine.speculative.acceptance import Verdict, accept_greedy, accept_sampled
 from engine.speculative.draft import Draft
 
@@ -51,7 +51,7 @@ class Request:
         require_finite(logits)
         if is_greedy(self._sampling):
             token_id = int(logits.argmax())
-            return Choice(token_id, logits, float(torch.exp(logits[token_id] - logits.logsumexp(dim=-1))))
+            return Choice(token_id, logits, probability(logits, token_id))
         probs = target_distribution(logits, self._sampling)
         token_id = draw(probs, self._generator)
         return Choice(token_id, probs, float(probs[token_id]))

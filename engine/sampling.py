@@ -30,6 +30,11 @@ def require_finite(logits: torch.Tensor) -> None:
         )
 
 
+def probability(logits: torch.Tensor, token_id: int) -> float:
+    """Of the token, by the logits [V] as they are."""
+    return float(torch.exp(logits[token_id] - logits.logsumexp(dim=-1)))
+
+
 def target_distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """Probabilities float32 [..., V] of the next token: temperature, then top-k, top-p and min-p.
 

@@ -121,8 +121,14 @@ class Simulation:
 
     def _counters(self) -> tuple[float, ...]:
         schedule = self._schedule
-        num_bytes = schedule.prefetch_bytes + schedule.demand_bytes
-        return (self._now, self._wait_seconds, num_bytes, schedule.num_hits, schedule.num_misses, self._busy_seconds)
+        return (
+            self._now,
+            self._wait_seconds,
+            schedule.moved_bytes,
+            schedule.num_hits,
+            schedule.num_misses,
+            self._busy_seconds,
+        )
 
     def _cycle(self, text: Sequence[ProfiledToken], position: int) -> tuple[int, int]:
         """From the token at `position`, which is decided already; how many tokens were drafted, and decided."""
@@ -154,7 +160,7 @@ class Simulation:
         if control is None:
             return confidences
         lookahead = LookaheadBuffer()
-        moved_before = self._moved_bytes
+        moved_before = self._schedule.moved_bytes
         planned_bytes: float | None = None
         is_wanted = True
         num_passes = 0
@@ -167,7 +173,7 @@ class Simulation:
             lookahead.add([torch.tensor([experts]) for experts in text[position + num_passes].draft_routes])
             num_passes += 1
             missing = self._schedule.plan(lookahead.predicted())
-            planned_bytes = self._moved_bytes - moved_before + missing * self._shape.expert_bytes
+            planned_bytes = self._schedule.moved_bytes - moved_before + missing * self._shape.expert_bytes
             if is_wanted:
                 confidences.append(text[position + 1 + len(confidences)].confidence)
         return confidences
@@ -198,10 +204,6 @@ class Simulation:
                     self._compute(self._hardware.expert_seconds)
                     self._schedule.end_use(slot, DONE)
             self._schedule.end_visit()
-
-    @property
-    def _moved_bytes(self) -> int:
-        return self._schedule.prefetch_bytes + self._schedule.demand_bytes
 
     def _compute(self, seconds: float) -> None:
         """Time goes on, and transfers with it."""

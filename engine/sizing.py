@@ -36,6 +36,10 @@ class Choices(NamedTuple):
         assert self.draft is not None
         return self._replace(draft=self.draft._replace(weights="qint8"))
 
+    def without_draft(self) -> "Choices":
+        """Decoding token by token."""
+        return self._replace(drafter="none", draft=None, draft_length=0)
+
     def without_quantized_draft(self) -> "Choices":
         """Drafting with what takes no memory."""
         return self._replace(drafter="ngram" if self.draft_length else "none", draft=None)
@@ -68,6 +72,10 @@ class ModelSizes:
     @property
     def num_experts(self) -> int:
         return self.layout.num_experts
+
+    def cold_token_bytes(self, top_k: int) -> int:
+        """The experts that one token visits."""
+        return sum(min(top_k, layer.num_experts) for layer in self.layout.layers) * self.expert_bytes
 
     def needs(self, choices: Choices) -> MemoryNeeds:
         """What the device must hold besides slots."""

@@ -97,6 +97,11 @@ class TransferSchedule:
         self.prefetch_bytes = 0
         self.demand_bytes = 0
 
+    @property
+    def moved_bytes(self) -> int:
+        """Of all pieces that have begun."""
+        return self.prefetch_bytes + self.demand_bytes
+
     # The step loop's side.
 
     def plan(self, predicted: Sequence[ExpertId]) -> int:

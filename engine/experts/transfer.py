@@ -59,7 +59,7 @@ class ExpertTransfers:
     @property
     def moved_bytes(self) -> int:
         """Bytes of all transfers that have begun, since the start."""
-        return self._schedule.prefetch_bytes + self._schedule.demand_bytes
+        return self._schedule.moved_bytes
 
     def forget_plan(self) -> None:
         """Cancel the prefetches that have not started; nothing is kept for later any more."""

@@ -90,7 +90,7 @@ def count(replies: Sequence[Reply], bandwidth: float | None) -> Counters:
         plan_seconds_per_token=total.plan_seconds / num_tokens,
         wait_seconds_per_token=total.transfer_wait_seconds / num_tokens,
         verify_seconds_per_token=total.verify_seconds / num_tokens,
-        bytes_per_token=moved_bytes(total) / num_tokens,
+        bytes_per_token=total.moved_bytes / num_tokens,
         hit_rate=total.num_expert_hits / num_visits if num_visits else None,
         num_prefetches_used=total.num_prefetches_used,
         num_prefetches_wasted=total.num_prefetches_wasted,
@@ -100,7 +100,7 @@ def count(replies: Sequence[Reply], bandwidth: float | None) -> Counters:
         tokens_per_cycle=num_tokens / len(cycles),
         mean_draft_length=total.num_draft_tokens / len(cycles),
         link_utilisation=total.transfer_seconds / seconds,
-        link_bandwidth=moved_bytes(total) / total.transfer_seconds if total.transfer_seconds else None,
+        link_bandwidth=total.moved_bytes / total.transfer_seconds if total.transfer_seconds else None,
         floor_seconds=median(_known(floor for _, floor, _ in floors)),
         tpot_over_floor=median(_known(_over(reply.tpot_seconds, floor) for reply, floor, _ in floors)),
         ttft_floor_seconds=median(_known(floor for _, _, floor in floors)),
@@ -125,16 +125,12 @@ def floor_seconds(reply: Reply, bandwidth: float | None) -> float | None:
     if bandwidth is None or not reply.num_decode_tokens:
         return None
     total = reply.decode
-    link_seconds = moved_bytes(total) / bandwidth
+    link_seconds = total.moved_bytes / bandwidth
     return max(link_seconds, total.draft_seconds + total.verify_seconds) / reply.num_decode_tokens
 
 
 def ttft_floor_seconds(reply: Reply, bandwidth: float | None) -> float | None:
-    return None if bandwidth is None else moved_bytes(reply.prefill) / bandwidth
-
-
-def moved_bytes(stats: CycleStats) -> int:
-    return stats.prefetch_bytes + stats.demand_bytes
+    return None if bandwidth is None else reply.prefill.moved_bytes / bandwidth
 
 
 def median(values: Sequence[float]) -> float | None:

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from engine.config import BenchConfig
 from engine.description import ModelDescription, _choices, describe_model
 from engine.model.kv_cache import KvCache
-from engine.planning import Machine, plan_model
+from engine.planning import Machine, alternatives, choose
 from engine.protocol import MemoryRow, ModelPlan, Tier
 
 MB = 10**6
@@ -42,14 +42,19 @@ def cuda(free_device_bytes: int | None, free_host_bytes: int) -> Machine:
 
 def plan_for(machine: Machine, path: Path, **settings: object) -> ModelPlan:
     config = settings_of(path, **settings)
-    return plan_model(config, describe_model(config, path, machine.device), machine)
+    return planned(config, describe_model(config, path, machine.device), machine)
+
+
+def planned(config: BenchConfig, model: ModelDescription, machine: Machine) -> ModelPlan:
+    """With what is known without a profile of the model."""
+    return choose(alternatives(config, model, machine)).plan
 
 
 def replan(config: BenchConfig, model: ModelDescription, machine: Machine) -> ModelPlan:
-    """As `describe_model` and `plan_model` do with other settings, on what has been read of the model already."""
+    """As `describe_model` and `planned` do with other settings, on what has been read of the model already."""
     choices = _choices(config, model.hf_config, model.skeleton.dtype, machine.device)
     KvCache(model.hf_config, choices.max_model_len, choices.stored_kv_dtype)
-    return plan_model(config, model._replace(choices=choices), machine)
+    return planned(config, model._replace(choices=choices), machine)
 
 
 def flags(remedy: str) -> dict[str, Any]:
